@@ -1,0 +1,53 @@
+# make demo    fetch a small target and compare speculative pipeline decoding with plain generation
+# make test    run the tests (CPU, no downloads)
+# make lint    check style and formatting
+# make clean   remove .venv and caches; checkpoints and results stay
+#
+# Each makes .venv and installs requirements.txt if needed. PYTHON is the interpreter: make test PYTHON=python3.12
+
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+INSTALLED := $(VENV)/requirements.stamp
+
+DEMO_TARGET := checkpoints/SmolLM2-135M-Instruct
+DEMO_HEAD := checkpoints/speculation_head_demo.pt
+TRAIN_DEMO_HEAD = echo "$(DEMO_HEAD) is missing: restore it with git checkout -- $(DEMO_HEAD)" >&2; exit 2
+
+.PHONY: help demo demo_target test lint clean
+.DELETE_ON_ERROR:
+
+help:
+	@sed -n 's/^# make/make/p' Makefile
+
+demo: demo_target $(DEMO_HEAD)
+	@$(RUN) pipeline_inference.py --base_model_path $(DEMO_TARGET) --spec_head_ckpt $(DEMO_HEAD) \
+		--prompt "What is the capital of France?" "Write a short poem about the sea." "Explain what a prime number is."
+
+test: $(INSTALLED)
+	@$(RUN) -m pytest -q
+
+lint: $(INSTALLED)
+	@$(RUN) -m ruff check .
+	@$(RUN) -m ruff format --check .
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+# The script itself knows whether the folder is there and intact.
+demo_target: $(INSTALLED)
+	@$(RUN) checkpoints/fetch_demo_target.py --output_dir $(DEMO_TARGET)
+
+# Order-only: a head that is there is never trained again.
+$(DEMO_HEAD): | demo_target
+	@$(TRAIN_DEMO_HEAD)
+
+# transformers and numpy, as pinned, need Python 3.11.
+$(INSTALLED): requirements.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { echo "error: Python 3.11 or newer" \
+		"is needed, $(PYTHON) is '$$($(PYTHON) -V 2>&1)': pass another, make PYTHON=/path/to/python3.11" >&2; exit 2; }
+	@test -x $(VENV)/bin/pip || $(PYTHON) -m venv $(VENV)
+	@echo "Installing requirements.txt into $(VENV), a minute or two"
+	@$(RUN) -m pip install -q --disable-pip-version-check -r requirements.txt
+	@touch $@

@@ -1,0 +1,995 @@
+"""Speculative Pipeline Decoding: the decode loop.
+
+One loop serves everything: the chain (W = 1), the draft tree (W > 1), single-process and distributed stages, and the
+autoregressive baseline (no drafter). Each cycle is draft, run the stages, verify, commit or roll back:
+
+    executor   runs the target's stages: begin a cycle, finish a cycle, roll back     LocalExecutor
+    drafter    drafts from features that exist before the cycle                       SPDDrafter, or None
+    verify     a pure function: the target's logits and the candidates -> a verdict
+    Decoder    the loop; it only moves tokens along and keeps score
+
+The symbols are those of pipeline_model.py. Run this file to see the pipeline beside standard generation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import itertools
+import os
+import sys
+import time
+from argparse import BooleanOptionalAction
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoTokenizer,
+    LogitsProcessorList,
+    PreTrainedTokenizerBase,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from pipeline_model import (
+    ATTN_IMPLEMENTATIONS,
+    CachePlan,
+    HeadCache,
+    NodeBatch,
+    SpeculationHead,
+    Target,
+    TreeMask,
+    depth_types,
+    load_head,
+    read_checkpoint,
+)
+from script_utils import DTYPES, Parser, quiet_libraries, resolve_device, run_script
+from timeline import DRAFT, VERIFY, Span, Timeline, Timings, stage_index, stage_row, write_trace
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sampling and verification
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Sampling settings, the same for the target, the drafter and the baseline. The defaults are neutral: greedy."""
+
+    temperature: float = 0.0  # 0: greedy
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0  # 1: off
+
+    def __post_init__(self):
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature is {self.temperature}: it must be 0 (greedy) or a positive number")
+        if self.top_k < 0:
+            raise ValueError(f"top_k is {self.top_k}: it must be 0 (off) or a positive number of tokens")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}: it must lie in (0, 1]; 1 turns it off")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """The distribution that is sampled from, [..., V] float32: temperature, then top-k, then top-p."""
+        warpers = LogitsProcessorList([TemperatureLogitsWarper(self.temperature)])
+        if self.top_k:
+            warpers.append(TopKLogitsWarper(self.top_k))
+        if self.top_p < 1:
+            warpers.append(TopPLogitsWarper(self.top_p))
+        rows = logits.float().reshape(-1, logits.shape[-1])
+        rows = rows - rows.amax(dim=-1, keepdim=True)  # keeps a tiny temperature from overflowing
+        return warpers(None, rows).softmax(dim=-1).view(logits.shape)
+
+    def draw(self, logits: Tensor, generator: torch.Generator | None) -> int:
+        """One token from logits [V]."""
+        return int(logits.argmax()) if self.greedy else draw(self.probabilities(logits), generator)
+
+
+def draw(probabilities: Tensor, generator: torch.Generator | None) -> int:
+    """One index from a distribution [V]."""
+    return int(torch.multinomial(probabilities, 1, generator=generator))
+
+
+class Verdict(NamedTuple):
+    """What the target says of one position."""
+
+    token: int  # the token that stands there
+    accepted: int | None  # index of the candidate that has it; None: the target's own correction
+
+
+def acceptance_probability(p: Tensor, q: Tensor, token: int) -> float:
+    """Probability that a draft sampled from q is kept: min(1, p/q). p and q are distributions [V]."""
+    return min(1.0, float(p[token]) / max(float(q[token]), torch.finfo(torch.float32).tiny))
+
+
+def residual(p: Tensor, q: Tensor) -> Tensor:
+    """Distribution of the correction after a rejection: max(0, p - q), renormalised, [V].
+
+    Where p = q nothing is ever rejected but by rounding; p itself is then the exact answer.
+    """
+    excess = (p - q).clamp_(min=0)
+    total = excess.sum()
+    return excess / total if total > 0 else p
+
+
+def verify(
+    logits: Tensor,
+    candidates: Sequence[int],
+    q: Tensor | None,
+    sampling: Sampling,
+    generator: torch.Generator | None = None,
+) -> Verdict:
+    """Decide one position, losslessly: the token is distributed exactly as the target alone would have it.
+
+    logits [V] are the target's. With q [V] there is one candidate, which was SAMPLED from q: speculative sampling's
+    ratio test (arXiv 2211.17192). Without q the candidates were chosen deterministically (greedy, or tree nodes, at
+    most one a token): draw from the target, and see which candidate agrees. The ratio test would be wrong there.
+    """
+    if q is None or not candidates:
+        token = sampling.draw(logits, generator)
+        return Verdict(token, candidates.index(token) if token in candidates else None)
+    p, token = sampling.probabilities(logits), candidates[0]
+    uniform = float(torch.rand((), generator=generator, device=logits.device))
+    if uniform < acceptance_probability(p, q, token):
+        return Verdict(token, 0)
+    return Verdict(draw(residual(p, q), generator), None)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The tree of tokens in flight
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """One token of the sequence, or a candidate for one."""
+
+    token: int
+    position: int
+    id: int  # row in every per-node memory, reused once the node is gone
+    slot: int  # KV slot
+    parent: Node | None
+    score: float = 0.0  # summed log-probability of the chain that ends here
+    fill: int = 0  # tokens that were in flight when it was drafted, 1 .. n; 0: not drafted
+    alive: bool = True  # still agrees with every emitted token
+    completed: bool = False  # has left the last stage
+
+
+class TokenTree:
+    """The newest emitted tokens and, behind them, every candidate that agrees with them.
+
+    `path` holds the last n + 1 emitted tokens, oldest first; `levels` the candidates, one list a position. In a chain
+    a level has one node. A node whose chain was not drafted further stays: if the target confirms it, it is ahead of
+    a correction by all the stages it has passed.
+    """
+
+    def __init__(self, plan: CachePlan, prompt: Sequence[int], num_stages: int):
+        self._free_ids = list(range(plan.nodes))  # a heap: lowest first
+        self._free_slots = list(range(len(prompt), plan.slots)) if plan.tree else None  # likewise
+        self._keep = num_stages + 1
+        self.path: deque[Node] = deque()
+        self.levels: deque[list[Node]] = deque()
+        first = max(0, len(prompt) - self._keep)
+        for position, token in enumerate(prompt[first:], start=first):
+            parent = self.path[-1] if self.path else None
+            self.path.append(Node(token, position, heapq.heappop(self._free_ids), position, parent, completed=True))
+
+    @property
+    def root(self) -> Node:
+        """The newest emitted token."""
+        return self.path[-1]
+
+    @property
+    def frontier(self) -> list[Node]:
+        """The newest candidates, to be continued; the root itself when there are none."""
+        return self.levels[-1] if self.levels else [self.root]
+
+    @property
+    def fill(self) -> int:
+        """Tokens in flight at the newest position's entry, itself included: 1 .. n."""
+        done = next(node.position for node in reversed(self.path) if node.completed)
+        return self.frontier[0].position - done
+
+    def new_node(self, token: int, parent: Node, score: float = 0.0, fill: int = 0) -> Node:
+        position = parent.position + 1
+        slot = position if self._free_slots is None else heapq.heappop(self._free_slots)
+        return Node(token, position, heapq.heappop(self._free_ids), slot, parent, score, fill)
+
+    def commit(self, verdict: Verdict) -> set[int]:
+        """Emit a token behind the root: the accepted candidate, or a new node. Everything that disagrees dies.
+
+        Returns the ids of the dead. They are free from now on: the new node may already have one of them.
+        """
+        candidates = self.levels.popleft() if self.levels else []
+        chosen = None if verdict.accepted is None else candidates[verdict.accepted]
+        dead = [node for node in candidates if node is not chosen]
+        for node in dead:
+            node.alive = False
+        for level in self.levels:
+            for node in level:
+                node.alive = node.parent.alive
+            dead.extend(node for node in level if not node.alive)
+        self.levels = deque(level for level in map(_living, self.levels) if level)
+        for node in dead:
+            self._release(node)
+        self.path.append(chosen or self.new_node(verdict.token, self.root))
+        if len(self.path) > self._keep:
+            # Its children have all been through every stage, and no rolled-back draft reaches back this far.
+            heapq.heappush(self._free_ids, self.path.popleft().id)
+            self.path[0].parent = None
+        return {node.id for node in dead}
+
+    def _release(self, node: Node) -> None:
+        heapq.heappush(self._free_ids, node.id)
+        if self._free_slots is not None:
+            heapq.heappush(self._free_slots, node.slot)
+
+
+def _living(level: list[Node]) -> list[Node]:
+    return [node for node in level if node.alive]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Executors: who runs the stages
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class PromptOutput(NamedTuple):
+    """What a prompt of P tokens leaves behind."""
+
+    hidden: Tensor  # [1, H], h_L of the last token
+    features: Tensor  # [P, m, H], the anchors of every token
+
+
+class Captured(NamedTuple):
+    """Anchors that one stage captured in a cycle."""
+
+    nodes: Tensor  # [w] node ids
+    hidden: dict[int, Tensor]  # b -> h_b [w, H]
+
+
+class Completed(NamedTuple):
+    """The nodes that left the last stage in a cycle, all of one position."""
+
+    ids: tuple[int, ...]
+    hidden: Tensor  # [w, H], h_L
+
+
+class Executor(Protocol):
+    """Runs the target's n stages, locally or on other ranks. One generation at a time."""
+
+    stage_sizes: tuple[int, ...]
+    anchors: tuple[int, ...]
+    device: torch.device
+
+    def start(self, prompt: Sequence[int], root: int, plan: CachePlan, timeline: Timeline) -> PromptOutput:
+        """Allocate memory, run the prompt; `root` is the node id of its last token."""
+
+    def begin_cycle(self, position: int, entering: Sequence[Node]) -> Tensor | None:
+        """Start a cycle; the entering nodes go into stage 0. Returns their h_0 [w, H], None when nothing enters."""
+
+    def finish_cycle(self) -> tuple[list[Captured], Completed | None]:
+        """Wait until every stage has run its tokens."""
+
+    def roll_back(self, dead: set[int]) -> None:
+        """Drop the in-flight nodes with these ids."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Final norm and lm_head: [w, H] -> [w, V]."""
+
+
+class LocalExecutor:
+    """All stages in this process, on one device, one after the other."""
+
+    PREFILL_CHUNK = 2048  # prompt tokens a stage runs at once: bounds the memory of long prompts
+
+    def __init__(self, target: Target, stage_sizes: Sequence[int], anchors: Sequence[int] = (0,)):
+        self.target, self.stage_sizes, self.anchors = target, tuple(stage_sizes), tuple(anchors)
+        self.device = target.device
+        self.stages = target.partition(stage_sizes, anchors)
+        self.caches = []
+        self._inputs: list[tuple[NodeBatch, Tensor] | None] = []  # what each stage runs next
+        self._tree_mask: TreeMask | None = None
+        self._timeline: Timeline | None = None
+
+    def start(self, prompt: Sequence[int], root: int, plan: CachePlan, timeline: Timeline) -> PromptOutput:
+        self.caches = [stage.new_cache(plan) for stage in self.stages]
+        self._inputs = [None] * len(self.stages)
+        self._timeline = timeline
+        self._tree_mask = TreeMask(plan, self.device) if plan.tree else None
+        if plan.tree:
+            self._tree_mask.start(len(prompt), root)
+        tokens = torch.tensor(prompt, device=self.device)
+        root_row = torch.tensor([root], device=self.device)
+        features = []
+        for start in range(0, len(prompt), self.PREFILL_CHUNK):
+            hidden = self.target.embed(tokens[None, start : start + self.PREFILL_CHUNK])
+            captured = {0: hidden}
+            for stage, cache in zip(self.stages, self.caches, strict=True):
+                hidden, anchors = stage.prefill(hidden, start, cache, root_row)
+                captured |= anchors
+            features.append(torch.stack([captured[b][0] for b in self.anchors], dim=1))
+        return PromptOutput(hidden[0, -1:], torch.cat(features))
+
+    def begin_cycle(self, position: int, entering: Sequence[Node]) -> Tensor | None:
+        if not entering:
+            return None
+        rows = [(node.token, node.id, node.parent.id, node.slot) for node in entering]
+        tokens, nodes, parents, slots = torch.tensor(rows, device=self.device).T.unbind()
+        batch = NodeBatch(position, tuple(node.id for node in entering), tokens, nodes, parents)
+        if self._tree_mask is not None:
+            batch = self._tree_mask.enter(batch._replace(slots=slots), max(node.slot for node in entering))
+        hidden = self.target.embed(tokens)
+        self._inputs[0] = batch, hidden[:, None]
+        return hidden
+
+    def finish_cycle(self) -> tuple[list[Captured], Completed | None]:
+        captured, completed = [], None
+        last = len(self.stages) - 1
+        for index in range(last, -1, -1):  # last stage first: each output takes the place of an input already used
+            if self._inputs[index] is None:
+                continue
+            batch, hidden = self._inputs[index]
+            with self._timeline.span(stage_row(index)):
+                hidden, anchors = self.stages[index].run(hidden, batch, self.caches[index])
+            if anchors:
+                captured.append(Captured(batch.nodes, {b: h[:, 0] for b, h in anchors.items()}))
+            self._inputs[index] = None
+            if index == last:
+                completed = Completed(batch.ids, hidden[:, 0])
+            else:
+                self._inputs[index + 1] = batch, hidden
+        return captured, completed
+
+    def roll_back(self, dead: set[int]) -> None:
+        for index, item in enumerate(self._inputs):
+            if item is None:
+                continue
+            batch, hidden = item
+            rows = [row for row, node in enumerate(batch.ids) if node not in dead]
+            if not rows:
+                self._inputs[index] = None
+            elif len(rows) < len(batch.ids):
+                self._inputs[index] = batch.keep(rows), hidden[rows]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.target.logits(hidden)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Drafters
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Drafter(Protocol):
+    """Drafts the next position from what was computed before the cycle."""
+
+    draft_token_ids: Tensor | None  # [V_d] target id of each draft id; None: V_d = V
+
+    def start(self, plan: CachePlan, features: Tensor, path: Sequence[Node]) -> None:
+        """Take in the prompt: features [P, m, H] of all its tokens; `path` are the nodes of its last ones."""
+
+    def enter(self, nodes: Sequence[Node], h0: Tensor) -> None:
+        """New nodes enter the pipeline, with their h_0 [w, H]."""
+
+    def draft(self, tree: TokenTree) -> Tensor:
+        """Logits over the draft vocabulary for the position behind each frontier node, [F, V_d]."""
+
+    def observe(self, captured: Sequence[Captured]) -> None:
+        """The stages have finished a cycle and captured these anchors."""
+
+
+class SPDDrafter:
+    """The speculation head at work (METHOD section 5): one forward a cycle, over all in-flight nodes at once.
+
+    The head's cache keeps one row a token for good, with the deepest type. Every other row is fed anew each cycle,
+    with the type of its distance x to the newest position: f(min(n, x)). In flight and with a full pipeline that is
+    the token's depth. With `use_deepest` a completed token has the deepest type at any distance, and stays.
+    """
+
+    def __init__(
+        self, head: SpeculationHead, target: Target, stage_sizes: Sequence[int], use_deepest: bool | None = None
+    ):
+        self.head, self.target = head, target
+        self.draft_token_ids = head.draft_token_ids
+        self.use_deepest = head.config.trained_with_use_deepest if use_deepest is None else use_deepest
+        self._anchors = head.config.aggr_feature_bound
+        self._types = depth_types(self._anchors, stage_sizes)
+        self._num_stages = len(stage_sizes)
+        self._cache: HeadCache | None = None
+        self._features: Tensor | None = None  # [nodes, m, H] anchors of the live nodes
+        self._rows: Tensor | None = None  # [nodes, H] g_k of the live nodes ...
+        self._row_types: list[int | None] = []  # ... and its k; None: not computed for this node yet
+
+    def start(self, plan: CachePlan, features: Tensor, path: Sequence[Node]) -> None:
+        prompt_length, types, hidden = features.shape
+        # Rows of in-flight nodes follow the rows that stay; a chain has at most n + 1 of them, a tree `nodes`.
+        self._cache = HeadCache(self.head, plan.slots + plan.nodes)
+        self._features = features.new_zeros(plan.nodes, types, hidden)
+        self._rows = features.new_zeros(plan.nodes, hidden)
+        self._row_types = [None] * plan.nodes
+        for node in path:
+            self._features[node.id] = features[node.position]
+        # Behind the first generated token, at distance 1, stands the last token of the prompt.
+        staying = prompt_length if self.use_deepest else max(0, prompt_length - self._num_stages + 1)
+        if staying:
+            rows = self.head.aggregate(types - 1, features[:staying])[None]
+            cos, sin = self.target.rope(staying)
+            self.head.forward_rows(rows, (cos[:, :staying], sin[:, :staying]), self._cache)
+            self._cache.length = staying
+
+    def enter(self, nodes: Sequence[Node], h0: Tensor) -> None:
+        for node in nodes:
+            self._row_types[node.id] = None
+        self._features[[node.id for node in nodes], 0] = h0
+
+    def observe(self, captured: Sequence[Captured]) -> None:
+        for nodes, hidden in captured:
+            for anchor, states in hidden.items():
+                self._features[nodes, self._anchors.index(anchor)] = states
+
+    def draft(self, tree: TokenTree) -> Tensor:
+        frontier = tree.frontier
+        newest = frontier[0].position
+        if not self.use_deepest:  # after a rollback, rows that were far enough to stay may be near again
+            self._cache.length = min(self._cache.length, max(0, newest - self._num_stages + 1))
+        nodes = [node for node in tree.path if node.position >= self._cache.length]
+        staying = sum(self._stays(node, newest) for node in nodes)
+        for level in tree.levels:
+            nodes.extend(level)
+        self._refresh(nodes, newest)
+
+        positions = [node.position for node in nodes]
+        cos, sin = self.target.rope(newest + 1)
+        hidden = self.head.forward_rows(
+            self._rows[[node.id for node in nodes]][None],
+            (cos[:, positions], sin[:, positions]),
+            self._cache,
+            self._tree_mask(nodes) if len(positions) > newest + 1 - positions[0] else None,
+            outputs=len(frontier),
+        )
+        self._cache.length += staying
+        return self.head.lm_head(self.target.norm(hidden))
+
+    def _stays(self, node: Node, newest: int) -> bool:
+        """Whether this row's type is final, whatever is accepted or rejected later."""
+        return node.completed if self.use_deepest else newest - node.position >= self._num_stages
+
+    def _refresh(self, nodes: Sequence[Node], newest: int) -> None:
+        """Compute g_k for the nodes whose type has changed since the last cycle: each A_k runs once, on few rows."""
+        changed: dict[int, list[int]] = {}
+        for node in nodes:
+            deepest = node.completed and self.use_deepest
+            kind = self._types[-1 if deepest else min(self._num_stages, newest - node.position)]
+            if self._row_types[node.id] != kind:
+                self._row_types[node.id] = kind
+                changed.setdefault(kind, []).append(node.id)
+        for kind, ids in changed.items():
+            self._rows[ids] = self.head.aggregate(kind, self._features[ids])
+
+    def _tree_mask(self, nodes: Sequence[Node]) -> Tensor:
+        """[R, length + R] bool: a row sees the cached ones, its ancestors and itself."""
+        row_of = {node.id: row for row, node in enumerate(nodes)}
+        visible = torch.eye(len(nodes), dtype=torch.bool)
+        seen = visible.numpy()  # row-wise updates are much cheaper there
+        for row, node in enumerate(nodes):
+            parent = row_of.get(node.parent.id) if node.parent is not None else None
+            if parent is not None:
+                seen[row] |= seen[parent]
+        cached = torch.ones(len(nodes), self._cache.length, dtype=torch.bool)
+        return torch.cat([cached, visible], dim=1).to(self._rows.device)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The decoder
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class TokenEvent(NamedTuple):
+    """One emitted token, as it streams out."""
+
+    token: int
+    position: int
+    accepted: bool  # an accepted draft; False: the target's correction. True for the prefill's token
+    cycle: int  # cycles finished when it was emitted; 0: by the prefill
+
+
+@dataclass
+class GenerationResult:
+    """What one generation did. The metrics are METHOD section 7's."""
+
+    stage_sizes: tuple[int, ...]
+    tokens: list[int] = field(default_factory=list)  # new tokens, the prefill's first one included
+    accepted: list[bool] = field(default_factory=list)  # a flag a token; True for the prefill's
+    cycles: int = 0
+    verified_by_fill: list[int] = field(default_factory=list)  # index F - 1: drafts made with F tokens in flight
+    accepted_by_fill: list[int] = field(default_factory=list)
+    stop_reason: str = ""  # "eos" or "length"
+    timings: Timings = field(default_factory=Timings)
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens that the cycles produced: the prefill's is not counted."""
+        return len(self.tokens) - 1
+
+    @property
+    def n_verified(self) -> int:
+        return sum(self.verified_by_fill)
+
+    @property
+    def n_accepted(self) -> int:
+        return sum(self.accepted_by_fill)
+
+    @property
+    def alpha(self) -> float | None:
+        """Accepted / verified drafts; None when none was verified."""
+        return self.n_accepted / self.n_verified if self.n_verified else None
+
+    @property
+    def alpha_by_fill(self) -> list[float | None]:
+        """alpha of the drafts made with F tokens in flight, for F = 1 .. n."""
+        pairs = zip(self.accepted_by_fill, self.verified_by_fill, strict=True)
+        return [accepted / verified if verified else None for accepted, verified in pairs]
+
+    @property
+    def factor(self) -> float:
+        """How many cycles are worth one step of the target alone: L / (largest stage), n when the stages are equal."""
+        return sum(self.stage_sizes) / max(self.stage_sizes)
+
+    @property
+    def equivalent_accept_length(self) -> float | None:
+        """L_acc: the theoretical speed-up while the head hides behind a stage; None before the first cycle."""
+        return self.factor * self.new_tokens / self.cycles if self.cycles else None
+
+    def theoretical_speedup(self, num_spec_layers: int) -> float | None:
+        """L_acc, less what a head deeper than a stage costs: L_acc * l / max(l, L_s), l the largest stage's layers."""
+        length, layers = self.equivalent_accept_length, max(self.stage_sizes)
+        return None if length is None else length * layers / max(layers, num_spec_layers)
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Measured decode speed, prefill excluded."""
+        return self.new_tokens / self.timings.decode if self.cycles else None
+
+
+def check_limits(max_new_tokens: int, draft_top_k: int) -> None:
+    """ValueError for limits that no generation can run with; cheap, so that scripts can call it before they load."""
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens is {max_new_tokens}: it must be at least 1")
+    if draft_top_k < 1:
+        raise ValueError(f"draft_top_k is {draft_top_k}: the draft tree must be at least 1 wide")
+
+
+class Decoder:
+    """Decodes one sequence at a time through an executor, with or without a drafter.
+
+    draft_top_k     W, candidates a position: 1 is the chain
+    verify_lag      0: a verdict ends its cycle. 1: it arrives one cycle later, off the critical path
+    verify_drafts   False accepts every draft unseen, for debugging: the output is the drafter's, not the target's
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        drafter: Drafter | None = None,
+        *,
+        sampling: Sampling = Sampling(),
+        draft_top_k: int = 1,
+        verify_lag: int = 0,
+        verify_drafts: bool = True,
+        eos_token_ids: Sequence[int] = (),
+        max_positions: int | None = None,
+        seed: int = 0,
+        keep_trace: bool = False,
+    ):
+        check_limits(1, draft_top_k)
+        if verify_lag not in (0, 1):
+            raise ValueError(f"verify_lag is {verify_lag}: it must be 0 or 1")
+        self.executor, self.drafter, self.sampling = executor, drafter, sampling
+        self.draft_top_k, self.verify_lag, self.verify_drafts = draft_top_k, verify_lag, verify_drafts
+        self.eos_token_ids, self.max_positions = frozenset(eos_token_ids), max_positions
+        self.seed, self.keep_trace = seed, keep_trace
+
+    def generate(self, prompt: Sequence[int], max_new_tokens: int) -> GenerationResult:
+        """Decode to the end. Arguments and errors as `start`."""
+        return self.start(prompt, max_new_tokens).finish()
+
+    def start(self, prompt: Sequence[int], max_new_tokens: int) -> Generation:
+        """A generation to iterate over (it streams TokenEvents) or to `finish`.
+
+        prompt: token ids, at least one. Stops after exactly `max_new_tokens`, or with the first end token. ValueError
+        for an empty prompt, max_new_tokens < 1, and a generation that would pass the target's position limit.
+        """
+        if not prompt:
+            raise ValueError("the prompt is empty: give at least one token")
+        check_limits(max_new_tokens, self.draft_top_k)
+        if self.max_positions is not None and len(prompt) + max_new_tokens > self.max_positions:
+            raise ValueError(
+                f"prompt ({len(prompt)} tokens) and max_new_tokens ({max_new_tokens}) pass the target's limit of "
+                f"{self.max_positions} positions: shorten the prompt or lower max_new_tokens"
+            )
+        return Generation(self, list(prompt), max_new_tokens)
+
+
+class Generation:
+    """The state of one generation, and its steps: prefill, then cycles of draft, stages, verify, commit.
+
+    Iterating runs it and streams its tokens, once; `result` is complete when the iteration ends.
+    """
+
+    def __init__(self, decoder: Decoder, prompt: list[int], max_new_tokens: int):
+        self._settings = decoder
+        self._executor, self._drafter, self._sampling = decoder.executor, decoder.drafter, decoder.sampling
+        self._prompt, self._max_new_tokens = prompt, max_new_tokens
+        self._end = len(prompt) + max_new_tokens  # no token stands here or beyond
+        num_stages, width = len(decoder.executor.stage_sizes), decoder.draft_top_k
+        tree = decoder.drafter is not None and width > 1
+        # Live candidates fill n levels, one more is drafted before the oldest is verified; and the emitted path.
+        candidates = (num_stages + 1 + decoder.verify_lag) * width
+        self._plan = CachePlan(
+            slots=self._end + (candidates if tree else 0), nodes=candidates + num_stages + 3, tree=tree
+        )
+        self.tree = TokenTree(self._plan, prompt, num_stages)
+        self._entering: list[Node] = []  # enter stage 0 in the next cycle
+        self._due: dict[Node, Tensor] = {}  # completed nodes and their h_L [H], to verify with
+        self._generator = torch.Generator(decoder.executor.device).manual_seed(decoder.seed)
+        self._q: Tensor | None = None  # [nodes, V_d] what each in-flight draft was sampled from
+        self.timeline = Timeline(decoder.executor.device, keep_spans=decoder.keep_trace)
+        self._entered: list[list[Node]] = []  # by cycle, for the trace
+        self._drafted: list[list[Node]] = []
+        self.result = GenerationResult(
+            decoder.executor.stage_sizes, verified_by_fill=[0] * num_stages, accepted_by_fill=[0] * num_stages
+        )
+
+    def __iter__(self) -> Iterator[TokenEvent]:
+        begun = time.perf_counter()
+        yield self._prefill()
+        prefilled = time.perf_counter()
+        while not self.result.stop_reason:
+            event = self._cycle()
+            if event is not None:
+                yield event
+        self.result.timings = self.timeline.finish(
+            prefill=prefilled - begun,
+            decode=time.perf_counter() - prefilled,
+            num_stages=len(self.result.stage_sizes),
+            verify_lag=self._settings.verify_lag,
+        )
+
+    def finish(self) -> GenerationResult:
+        """Run to the end."""
+        for _ in self:
+            pass
+        return self.result
+
+    @torch.inference_mode()
+    def _prefill(self) -> TokenEvent:
+        output = self._executor.start(self._prompt, self.tree.root.id, self._plan, self.timeline)
+        if self._drafter is not None:
+            self._drafter.start(self._plan, output.features, self.tree.path)
+        token = self._sampling.draw(self._executor.logits(output.hidden)[0], self._generator)
+        return self._emit(Verdict(token, None), accepted=True)
+
+    @torch.inference_mode()
+    def _cycle(self) -> TokenEvent | None:
+        """One cycle. Returns the token it emitted; None while the pipeline fills."""
+        self._begin_cycle()
+        drafted = self._draft()  # beside the stages: from features that were there before the cycle
+        captured, completed = self._executor.finish_cycle()
+        if self._drafter is not None:
+            self._drafter.observe(captured)
+        before, self._due = self._due, self._complete(completed)
+        if self._settings.keep_trace:
+            self._drafted.append(drafted)
+        if drafted:
+            self.tree.levels.append(drafted)
+        self._entering = drafted
+        self.result.cycles += 1
+        event = self._verify(before if self._settings.verify_lag else self._due)
+        self.timeline.end_cycle()
+        return event
+
+    def _begin_cycle(self) -> None:
+        entering = self._entering
+        h0 = self._executor.begin_cycle(entering[0].position if entering else -1, entering)
+        if entering and self._drafter is not None:
+            self._drafter.enter(entering, h0)
+        if self._settings.keep_trace:
+            self._entered.append(entering)
+
+    def _draft(self) -> list[Node]:
+        """New candidates behind the frontier: the best W chains. None at the end of the generation."""
+        if self._drafter is None or self.tree.frontier[0].position + 1 >= self._end:
+            return []
+        with self.timeline.span(DRAFT):
+            logits = self._drafter.draft(self.tree).float()
+            if self._settings.draft_top_k == 1:
+                return [self._draft_one(logits[0])]
+            return self._draft_best(logits)
+
+    def _draft_one(self, logits: Tensor) -> Node:
+        """Continue the chain: the drafter's argmax, or a sample from its distribution q, which is kept."""
+        if self._sampling.greedy:
+            return self._new_node(int(logits.argmax()), self.tree.frontier[0])
+        q = self._sampling.probabilities(logits)
+        node = self._new_node(draw(q, self._generator), self.tree.frontier[0])
+        if self._q is None:
+            self._q = q.new_zeros(self._plan.nodes, len(q))
+        self._q[node.id] = q
+        return node
+
+    def _draft_best(self, logits: Tensor) -> list[Node]:
+        """The W best continuations of all frontier nodes, by summed log-probability. logits [F, V_d]."""
+        frontier, width = self.tree.frontier, self._settings.draft_top_k
+        scores = torch.tensor([node.score for node in frontier], device=logits.device)
+        best = logits.log_softmax(dim=-1).topk(min(width, logits.shape[-1]), dim=-1)
+        totals = (best.values + scores[:, None]).flatten()
+        chosen = totals.topk(min(width, len(totals)))
+        tokens = best.indices.flatten()[chosen.indices].tolist()
+        parents = (chosen.indices // best.indices.shape[1]).tolist()
+        return [
+            self._new_node(token, frontier[parent], score)
+            for token, parent, score in zip(tokens, parents, chosen.values.tolist(), strict=True)
+        ]
+
+    def _new_node(self, draft_id: int, parent: Node, score: float = 0.0) -> Node:
+        ids = self._drafter.draft_token_ids
+        token = draft_id if ids is None else int(ids[draft_id])
+        return self.tree.new_node(token, parent, score, self.tree.fill)
+
+    def _complete(self, completed: Completed | None) -> dict[Node, Tensor]:
+        """Mark the nodes that have left the last stage; returns them with their h_L [H]."""
+        if completed is None:
+            return {}
+        hidden_of = dict(zip(completed.ids, completed.hidden, strict=True))
+        candidates = self.tree.levels[0] if self.tree.levels else []
+        done = {node: hidden_of[node.id] for node in (self.tree.root, *candidates) if node.id in hidden_of}
+        for node in done:
+            node.completed = True
+        return done
+
+    def _verify(self, due: dict[Node, Tensor]) -> TokenEvent | None:
+        """Let the completed root verify the position behind it; commit the verdict, roll the losers back."""
+        if self.tree.root not in due:
+            return None
+        candidates = self.tree.levels[0] if self.tree.levels else []
+        with self.timeline.span(VERIFY):
+            logits = self._executor.logits(due[self.tree.root][None])[0]
+            verdict = self._judge(logits, candidates)
+        if candidates:
+            self.result.verified_by_fill[candidates[0].fill - 1] += 1
+            self.result.accepted_by_fill[candidates[0].fill - 1] += verdict.accepted is not None
+        return self._emit(verdict, accepted=verdict.accepted is not None)
+
+    def _judge(self, logits: Tensor, candidates: list[Node]) -> Verdict:
+        if not self._settings.verify_drafts and candidates:
+            return Verdict(candidates[0].token, 0)
+        q = None
+        if self._q is not None and candidates:
+            q, ids = self._q[candidates[0].id], self._drafter.draft_token_ids
+            if ids is not None:
+                q = torch.zeros_like(logits, dtype=q.dtype).scatter_(0, ids, q)
+        return verify(logits, [node.token for node in candidates], q, self._sampling, self._generator)
+
+    def _emit(self, verdict: Verdict, *, accepted: bool) -> TokenEvent:
+        """Commit a verdict to the tree, roll back what disagrees, record the token."""
+        dead = self.tree.commit(verdict)
+        if dead:
+            self._executor.roll_back(dead)
+        node = self.tree.root
+        self._entering = [node] if verdict.accepted is None else _living(self._entering)
+
+        result = self.result
+        result.tokens.append(node.token)
+        result.accepted.append(accepted)
+        if node.token in self._settings.eos_token_ids:
+            result.stop_reason = "eos"
+        elif len(result.tokens) == self._max_new_tokens:
+            result.stop_reason = "length"
+        return TokenEvent(node.token, node.position, accepted, result.cycles)
+
+    def trace(self, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[Span, dict]]:
+        """What the stages, the head and the verification did in each cycle, for `write_trace`. Needs `keep_trace`."""
+        emitted = {len(self._prompt) + index: flag for index, flag in enumerate(self.result.accepted)}
+        for span in self.timeline.spans:
+            if span.row == DRAFT:
+                nodes = self._drafted[span.cycle]
+            elif span.row == VERIFY:
+                nodes = []
+            else:
+                entered = span.cycle - stage_index(span.row)
+                nodes = self._entered[entered] if entered >= 0 else []
+            if not nodes:
+                yield span, {}
+                continue
+            position = nodes[0].position
+            kept = [node for node in nodes if node.alive and position in emitted]
+            fate = "flushed" if not kept else "accepted" if emitted[position] else "corrected"
+            text = " | ".join(tokenizer.decode([node.token]) for node in kept or nodes)
+            yield span, {"name": text, "position": position, "candidates": len(nodes), "outcome": fate}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Command line: the pipeline beside standard generation
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def build_parser() -> Parser:
+    parser = Parser(description="Speculative pipeline decoding beside standard generation, prompt by prompt.")
+    model = parser.add_argument_group("model")
+    model.add_argument("--base_model_path", required=True, help="target model: a folder or a hub id")
+    model.add_argument("--spec_head_ckpt", help="head checkpoint (file or folder); omitted: standard generation alone")
+    model.add_argument("--dtype", default="auto", choices=["auto", *DTYPES], help="auto: float32 on a CPU, or bfloat16")
+    model.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    model.add_argument("--attn_implementation", default="sdpa", choices=ATTN_IMPLEMENTATIONS, help="attention kernels")
+    model.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
+    text = parser.add_argument_group("text")
+    text.add_argument("--prompt", nargs="+", action="extend", required=True, help="one or more prompts; repeatable")
+    text.add_argument("--chat_template", action=BooleanOptionalAction, default=True, help="send prompts as a user turn")
+    text.add_argument("--max_new_tokens", type=int, default=100, help="new tokens at most")
+    sampling = parser.add_argument_group("sampling (neutral by default; the same for both)")
+    sampling.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
+    sampling.add_argument("--top_k", type=int, default=0, help="0: off")
+    sampling.add_argument("--top_p", type=float, default=1.0, help="1: off")
+    sampling.add_argument("--seed", type=int, default=0, help="of every random draw")
+    spd = parser.add_argument_group("pipeline")
+    spd.add_argument("--draft_top_k", type=int, default=1, help="W, width of the draft tree; 1: a chain")
+    spd.add_argument("--verify_lag", type=int, default=0, choices=[0, 1], help="1: verify beside the next cycle")
+    spd.add_argument("--verify", action=BooleanOptionalAction, default=True, help="off: accept every draft (debugging)")
+    spd.add_argument("--use_deepest", action=BooleanOptionalAction, help="as the head was trained, unless set")
+    spd.add_argument("--trace", metavar="FILE", help="write a Chrome/Perfetto trace of the pipeline")
+    return parser
+
+
+class Demo:
+    """The two generations of the command line, and how they are printed."""
+
+    def __init__(self, args: argparse.Namespace):
+        sampling = Sampling(args.temperature, args.top_k, args.top_p)
+        check_limits(args.max_new_tokens, args.draft_top_k)
+        device = resolve_device(args.device)
+        automatic = "float32" if device.type == "cpu" else "bfloat16"
+        dtype = DTYPES[automatic if args.dtype == "auto" else args.dtype]
+        if args.attn_implementation.startswith("flash") and args.draft_top_k > 1:
+            raise ValueError(f"--draft_top_k {args.draft_top_k} needs masks that flash attention lacks: use sdpa")
+        config, _ = read_checkpoint(args.spec_head_ckpt) if args.spec_head_ckpt else (None, None)
+        self.args = args
+        self.target = Target.load(
+            args.base_model_path,
+            dtype=dtype,
+            device=device,
+            attn_implementation=args.attn_implementation,
+            trust_remote_code=args.trust_remote_code,
+        )
+        self.tokenizer = load_tokenizer(args.base_model_path, args.trust_remote_code)
+        self.color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+        shared = {
+            "sampling": sampling,
+            "eos_token_ids": self.target.eos_token_ids,
+            "max_positions": self.target.config.max_position_embeddings,
+            "seed": args.seed,
+        }
+        self.standard = Decoder(LocalExecutor(self.target, (self.target.num_layers,)), **shared)
+        self.pipeline = None
+        if config is not None:
+            head = load_head(args.spec_head_ckpt, self.target)
+            sizes = config.split(self.target.num_layers)
+            self.pipeline = Decoder(
+                LocalExecutor(self.target, sizes, config.aggr_feature_bound),
+                SPDDrafter(head, self.target, sizes, args.use_deepest),
+                draft_top_k=args.draft_top_k,
+                verify_lag=args.verify_lag,
+                verify_drafts=args.verify,
+                keep_trace=args.trace is not None,
+                **shared,
+            )
+            self.spec_layers = config.num_spec_layers
+
+    def encode(self, prompt: str) -> list[int]:
+        """Token ids of a prompt, as a user's turn where the tokenizer has a chat template. ValueError when empty."""
+        if self.args.chat_template and self.tokenizer.chat_template and prompt.strip():
+            turn = [{"role": "user", "content": prompt}]
+            return self.tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=True)["input_ids"]
+        ids = self.tokenizer(prompt)["input_ids"]
+        if not prompt.strip() or not ids:
+            raise ValueError(f"the prompt {prompt!r} is empty: give at least one word")
+        return ids
+
+    def run(self) -> int:
+        """Print every prompt's generations; write the trace. Exit code 1 if a float32 greedy pipeline differs."""
+        prompts = [(prompt, self.encode(prompt)) for prompt in self.args.prompt]  # a bad one fails before any work
+        failed, traces = False, {}
+        for number, (prompt, ids) in enumerate(prompts, start=1):
+            print(self.paint(f"\nPrompt {number}/{len(prompts)}: {prompt}", "bold"))
+            standard = self.standard.generate(ids, self.args.max_new_tokens)
+            self.print_generation("standard", standard)
+            if self.pipeline is None:
+                continue
+            generation = self.pipeline.start(ids, self.args.max_new_tokens)
+            result = generation.finish()
+            self.print_generation("pipeline", result)
+            failed |= self.print_comparison(ids, standard, result)
+            if self.args.trace:
+                traces[f"prompt {number}"] = generation.trace(self.tokenizer)
+        if traces:
+            write_trace(self.args.trace, traces)
+            print(f"\nTrace written to {self.args.trace}: open it at ui.perfetto.dev")
+        return int(failed)
+
+    def paint(self, text: str, style: str) -> str:
+        codes = {"bold": "1", "draft": "32", "correction": "33"}
+        return f"\033[{codes[style]}m{text}\033[0m" if self.color else text
+
+    def print_generation(self, name: str, result: GenerationResult) -> None:
+        speed = f"{result.tokens_per_second:.1f} tokens/s" if result.cycles else "no decode step"
+        head = f"[{name}] {len(result.tokens)} tokens ({result.stop_reason}), {speed}, {result.cycles} cycles"
+        if result.alpha is not None:
+            sizes = result.stage_sizes
+            theory = result.theoretical_speedup(self.spec_layers)
+            head += (
+                f", n = {len(sizes)}, alpha {result.alpha:.2f} ({result.n_accepted}/{result.n_verified}), "
+                f"L_acc {result.equivalent_accept_length:.2f}, theoretical speed-up {theory:.2f}x"
+            )
+        print(self.paint(head, "bold"))
+        print(self.text(result, colored=name == "pipeline"))
+
+    def text(self, result: GenerationResult, colored: bool) -> str:
+        """The decoded tokens; on a terminal accepted drafts are green and the target's corrections yellow."""
+        if not (colored and self.color):
+            return self.tokenizer.decode(result.tokens, skip_special_tokens=True)
+        pieces = []
+        flagged = zip(result.tokens, result.accepted, strict=True)
+        for accepted, group in itertools.groupby(flagged, key=lambda pair: pair[1]):
+            run = self.tokenizer.decode([token for token, _ in group], skip_special_tokens=True)
+            pieces.append(self.paint(run, "draft" if accepted else "correction"))
+        return "".join(pieces)
+
+    def print_comparison(self, prompt: list[int], standard: GenerationResult, result: GenerationResult) -> bool:
+        """Say whether the ids are equal. Returns True for a difference that must not be (float32, greedy, verified)."""
+        if not self.standard.sampling.greedy or not self.args.verify:
+            why = "sampled: outputs differ by chance" if self.args.verify else "drafts were not verified"
+            print(f"[compare] not compared ({why})")
+            return False
+        if standard.tokens == result.tokens:
+            print(f"[compare] ids are equal ({len(result.tokens)} tokens)")
+            return False
+        pairs = zip(standard.tokens, result.tokens, strict=False)
+        at = next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
+        if at is None:
+            print("[compare] ids DIFFER in length only")
+            return self.target.dtype == torch.float32
+        gap = self.logit_gap(prompt + standard.tokens[:at], standard.tokens[at], result.tokens[at])
+        print(f"[compare] ids DIFFER from token {at}: logit gap {gap:.3g} between the two, {self.target.dtype}")
+        return self.target.dtype == torch.float32
+
+    @torch.inference_mode()
+    def logit_gap(self, prefix: list[int], first: int, second: int) -> float:
+        """How much the target prefers `first` to `second` after a prefix that both generations share."""
+        executor, plan = self.standard.executor, CachePlan(len(prefix), 1, tree=False)
+        output = executor.start(prefix, 0, plan, Timeline(executor.device))
+        logits = executor.logits(output.hidden)[0].float()
+        return float(logits[first] - logits[second])
+
+
+def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer that comes with a target. ValueError, in one line, where there is none."""
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError):
+        raise ValueError(f"no tokenizer at {path!r}: the target's folder must hold tokenizer.json") from None
+
+
+def main(args: argparse.Namespace) -> int:
+    quiet_libraries()
+    return Demo(args).run()
+
+
+if __name__ == "__main__":
+    run_script(main, build_parser())

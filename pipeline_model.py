@@ -1,0 +1,867 @@
+"""Speculative Pipeline Decoding (SPD): the model file.
+
+The target model is cut into n stages, so that n tokens of one sequence are in flight at different depths. A small
+speculation head reads the hidden states that the stages have already computed and drafts the next token while the
+stages run. Top to bottom: checkpoint configuration, the pure functions of depth and type, tree nodes and caches, the
+partitioned target, the speculation head, checkpoint files. The decode loop is in pipeline_inference.py.
+
+Symbols, here and everywhere else in the repository:
+
+    L  target layers           n  pipeline stages          s  stage index, 0 .. n-1
+    d  depth, 0 .. n: stages a token has passed            m  aggregation types      k  type index, 0 .. m-1
+    L_s  speculation layers    H  hidden size              V  vocabulary             V_d  draft vocabulary
+    W  draft-tree width        w  nodes of one position, at most W                   T  tokens before this one
+    h_0  embedding output      h_i  output of decoder layer i, BEFORE the final norm
+
+The staircase, for n = 4 and a full pipeline, one column a token (10 is the newest, * has completed):
+
+    position        1  2  3  4  5  6   7   8   9   10
+    depth d         *  *  *  *  *  *   3   2   1   0      before the cycle: all of it is visible to the head
+    row fed         .  .  .  .  .  g3  g3  g2  g1  g0     token 6 completed in the last cycle: its row stays cached
+    this cycle      head drafts token 11; stage 3 runs token 7, ..., stage 0 runs token 10
+    afterwards      token 7 has depth 4 and verifies token 8; token 11 enters at depth 0
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen3Config
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
+from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer
+
+from script_utils import atomic_open
+
+CHECKPOINT_NAME = "speculation_head_final.pt"
+SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_5_text", "qwen3_5_moe_text")
+ATTN_IMPLEMENTATIONS = ("sdpa", "eager", "flash_attention_2")
+# Rotary embeddings whose frequencies depend on the running length cannot be tabulated once per position.
+STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Depth, stage and type: pure functions, shared by training, decoding and planning
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def split_layers(num_layers: int, num_stages: int, stage_layers: Sequence[int] | None = None) -> tuple[int, ...]:
+    """Layers per stage, summing to `num_layers`.
+
+    An even split gives the remainder to the first stages: the last one also computes the final logits. `stage_layers`
+    states an uneven split, one positive layer count a stage. Raises ValueError when the counts do not fit.
+    """
+    if not 1 <= num_stages <= num_layers:
+        raise ValueError(
+            f"num_stages is {num_stages}, but the target has {num_layers} layers: choose one in 1 .. {num_layers}"
+        )
+    if stage_layers is None:
+        base, extra = divmod(num_layers, num_stages)
+        return tuple(base + (stage < extra) for stage in range(num_stages))
+    sizes = tuple(stage_layers)
+    if len(sizes) != num_stages:
+        raise ValueError(f"stage_layers has {len(sizes)} entries, but num_stages is {num_stages}: give one a stage")
+    if min(sizes) < 1 or sum(sizes) != num_layers:
+        raise ValueError(
+            f"stage_layers {';'.join(map(str, sizes))} sums to {sum(sizes)}, but the target has {num_layers} layers: "
+            "give positive counts that sum to it"
+        )
+    return sizes
+
+
+def layers_available(stage_sizes: Sequence[int]) -> tuple[int, ...]:
+    """Layers a token has passed at depth d, for d = 0 .. n: (0, hi_0, hi_1, ..., L)."""
+    available = [0]
+    for size in stage_sizes:
+        available.append(available[-1] + size)
+    return tuple(available)
+
+
+def auto_anchors(stage_sizes: Sequence[int]) -> tuple[int, ...]:
+    """The `auto` list of anchors `b_0 < ... < b_{m-1}` (`aggr_feature_bound`) for a split.
+
+    The boundaries behind 0, 1, 3 and 6 stages, and the last layer but one. On an even split with n >= 7 this is the
+    published rule {0, l, 3l, 6l, L-1}, l = L/n. For fewer stages the published rule runs past the last boundary and
+    can list a type that no depth maps to; this one never does, as each anchor but the last is itself a boundary.
+    """
+    available = layers_available(stage_sizes)
+    num_stages, num_layers = len(stage_sizes), available[-1]
+    boundaries = {available[min(depth, num_stages - 1)] for depth in (0, 1, 3, 6)}
+    return tuple(sorted(boundaries | {max(num_layers - 1, 0)}))
+
+
+def depth_types(anchors: Sequence[int], stage_sizes: Sequence[int]) -> tuple[int, ...]:
+    """Type of each depth, for d = 0 .. n: `f(d) = max{k : b_k <= layers available at depth d}`."""
+    return tuple(
+        max(k for k, anchor in enumerate(anchors) if anchor <= layers) for layers in layers_available(stage_sizes)
+    )
+
+
+def representative_depths(anchors: Sequence[int], stage_sizes: Sequence[int]) -> tuple[int | None, ...]:
+    """`d_k = min{d : f(d) = k}` for each type k; None for a type that no depth maps to (dead weight)."""
+    types = depth_types(anchors, stage_sizes)
+    return tuple(types.index(k) if k in types else None for k in range(len(anchors)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Configuration of a speculation head, as its checkpoint stores it
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _integer(name: str, value: Any, low: int, high: int | None = None) -> int:
+    """`value` as an int in [low, high]; ValueError names the field, the value and the bound."""
+    bound = f">= {low}" if high is None else f"in {low} .. {high}"
+    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+        raise ValueError(f"{name} is {value!r}: it must be an integer {bound}")
+    return value
+
+
+def parse_stage_layers(value: str | Sequence[int] | None) -> tuple[int, ...] | None:
+    """`stage_layers` as layer counts, from "a;b;c" (commas work too) or a list; None and "" mean an even split."""
+    if value is None or len(value) == 0:
+        return None
+    items = value.replace(",", ";").split(";") if isinstance(value, str) else value
+    try:
+        return tuple(int(item) for item in items)
+    except (TypeError, ValueError):
+        raise ValueError(f'stage_layers is {value!r}: write one layer count a stage, as in "4;6;6;4"') from None
+
+
+def _anchor_list(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, (list, tuple)) or not value:
+        raise ValueError(f"aggr_feature_bound is {value!r}: it must be a list of layer numbers that starts with 0")
+    anchors = tuple(_integer("an entry of aggr_feature_bound", item, 0) for item in value)
+    if anchors[0] != 0 or any(a >= b for a, b in pairwise(anchors)):
+        raise ValueError(f"aggr_feature_bound is {list(anchors)}: it must start with 0 and rise strictly")
+    return anchors
+
+
+def _draft_ids(value: Any, vocab_size: int, draft_vocab_size: int) -> tuple[int, ...] | None:
+    if value is None:
+        if draft_vocab_size != vocab_size:
+            raise ValueError(
+                f"draft_vocab_size is {draft_vocab_size} and vocab_size {vocab_size}, but draft_token_ids is missing: "
+                "a reduced vocabulary needs the list of its token ids"
+            )
+        return None
+    ids = tuple(value.tolist() if isinstance(value, Tensor) else value)
+    if len(ids) != draft_vocab_size:
+        raise ValueError(f"draft_token_ids has {len(ids)} entries, but draft_vocab_size is {draft_vocab_size}")
+    if any(a >= b for a, b in pairwise(ids)):
+        raise ValueError("draft_token_ids must rise strictly")
+    if ids[0] < 0 or ids[-1] >= vocab_size:
+        raise ValueError(f"draft_token_ids runs from {ids[0]} to {ids[-1]}, outside 0 .. {vocab_size - 1}")
+    return ids
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """The `config` entry of a head checkpoint, parsed and checked (METHOD: versions 11 and 12).
+
+    Build it with `HeadConfig.parse`; write it with `to_dict`. Each wrong value is a ValueError that names it.
+    """
+
+    hidden_size: int  # H, of the target
+    vocab_size: int  # V, of the target
+    num_stages: int  # n; the largest one when the head was trained for several
+    num_spec_layers: int  # L_s
+    aggr_feature_bound: tuple[int, ...]  # anchors b_0 = 0 < ... < b_{m-1}
+    draft_vocab_size: int  # V_d, rows of the head's lm_head
+    draft_token_ids: tuple[int, ...] | None = None  # target id of each draft id, ascending; None: V_d = V
+    trained_with_use_deepest: bool = True  # completed tokens always show their deepest type
+    stage_layers: tuple[int, ...] | None = None  # layers per stage; None: even split (version 11)
+    spec_intermediate_size_fallback: int = 9216  # MLP width where the target's config has none
+    spec_init_from_base_layers: tuple[int, ...] | None = None  # target layers the speculation layers started from
+    base_model_path: str = ""  # as the trainer was told; informative
+    model_type: str | None = None  # of the target; None in the oldest checkpoints
+
+    @property
+    def num_aggr_types(self) -> int:
+        return len(self.aggr_feature_bound)
+
+    @property
+    def version(self) -> int:
+        return 11 if self.stage_layers is None else 12
+
+    @classmethod
+    def parse(cls, raw: Mapping[str, Any]) -> HeadConfig:
+        """Check a checkpoint's `config` mapping. Keys this version does not know are ignored."""
+        version = raw.get("version")
+        if version not in (11, 12):
+            raise ValueError(f"checkpoint version is {version!r}: this program reads versions 11 and 12")
+        required = ("hidden_size", "vocab_size", "num_stages", "num_spec_layers", "aggr_feature_bound")
+        missing = [key for key in required if key not in raw]
+        if missing:
+            raise ValueError(f"the checkpoint's config lacks {', '.join(missing)}")
+
+        vocab_size = _integer("vocab_size", raw["vocab_size"], 1)
+        draft_vocab_size = _integer("draft_vocab_size", raw.get("draft_vocab_size", vocab_size), 1, vocab_size)
+        anchors = _anchor_list(raw["aggr_feature_bound"])
+        if raw.get("num_aggr_types", len(anchors)) != len(anchors):
+            raise ValueError(f"num_aggr_types is {raw['num_aggr_types']}, but aggr_feature_bound lists {len(anchors)}")
+        stage_layers = parse_stage_layers(raw.get("stage_layers"))
+        if version == 12 and stage_layers is None:
+            raise ValueError("checkpoint version is 12, but stage_layers is missing")
+        base_layers = raw.get("spec_init_from_base_layers")
+        return cls(
+            hidden_size=_integer("hidden_size", raw["hidden_size"], 1),
+            vocab_size=vocab_size,
+            num_stages=_integer("num_stages", raw["num_stages"], 1),
+            num_spec_layers=_integer("num_spec_layers", raw["num_spec_layers"], 1),
+            aggr_feature_bound=anchors,
+            draft_vocab_size=draft_vocab_size,
+            draft_token_ids=_draft_ids(raw.get("draft_token_ids"), vocab_size, draft_vocab_size),
+            trained_with_use_deepest=bool(raw.get("trained_with_use_deepest", False)),
+            stage_layers=stage_layers,
+            spec_intermediate_size_fallback=_integer(
+                "spec_intermediate_size_fallback", raw.get("spec_intermediate_size_fallback", 9216), 1
+            ),
+            spec_init_from_base_layers=None if base_layers is None else tuple(base_layers),
+            base_model_path=str(raw.get("base_model_path", "")),
+            model_type=raw.get("model_type"),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The mapping a checkpoint stores: plain numbers, strings and lists; optional entries only where used."""
+        optional = ("model_type", "spec_init_from_base_layers", "draft_token_ids", "stage_layers")
+        raw = {field.name: getattr(self, field.name) for field in fields(self)}
+        raw = {key: value for key, value in raw.items() if value is not None or key not in optional}
+        raw = {key: list(value) if isinstance(value, tuple) else value for key, value in raw.items()}
+        return {"version": self.version, "num_aggr_types": self.num_aggr_types} | raw
+
+    def split(self, num_layers: int) -> tuple[int, ...]:
+        """The stage sizes this head was made for, on a target of `num_layers` layers."""
+        return split_layers(num_layers, self.num_stages, self.stage_layers)
+
+    def check_target(self, target_config: PreTrainedConfig) -> None:
+        """ValueError unless this head fits the target: hidden size, vocabulary, family, and layers enough."""
+        for name in ("hidden_size", "vocab_size", "model_type"):
+            ours, theirs = getattr(self, name), getattr(target_config, name)
+            if ours is not None and _family(ours) != _family(theirs):
+                raise ValueError(
+                    f"the head was made for a target with {name} {ours} (base_model_path {self.base_model_path!r}), "
+                    f"but this target has {name} {theirs}: give the target the head was trained on"
+                )
+        self.split(target_config.num_hidden_layers)
+        if self.aggr_feature_bound[-1] > target_config.num_hidden_layers:
+            raise ValueError(
+                f"aggr_feature_bound ends at layer {self.aggr_feature_bound[-1]}, but the target has "
+                f"{target_config.num_hidden_layers} layers"
+            )
+
+
+def _family(value: Any) -> Any:
+    """A model type without the suffix of its text part: a head may store either name of the same model."""
+    return value.removesuffix("_text") if isinstance(value, str) else value
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tree nodes on their way through the stages, and the memory they leave behind
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class NodeBatch(NamedTuple):
+    """The w candidate tokens of one position, which enter stage 0 together and travel together (w = 1 in a chain).
+
+    A batch says all that a stage needs, rollback included: a node sees what its parent sees, and itself. Dropping
+    every batch of rejected nodes is the whole rollback; nothing in a stage has to be restored.
+    """
+
+    position: int  # of every node in the batch
+    ids: tuple[int, ...]  # the w node ids, on the host
+    tokens: Tensor  # [w] token ids
+    nodes: Tensor  # [w] the node ids again: rows of the linear-attention memory
+    parents: Tensor  # [w] node ids of the parents
+    slots: Tensor | None = None  # [w] KV slots; None in a chain, where the slot is the position
+    mask: Tensor | None = None  # [w, used] bool, the KV slots each node sees; None in a chain: all up to its own
+
+    def keep(self, rows: list[int]) -> NodeBatch:
+        """The batch with only the given rows."""
+        return NodeBatch(
+            self.position,
+            tuple(self.ids[row] for row in rows),
+            self.tokens[rows],
+            self.nodes[rows],
+            self.parents[rows],
+            None if self.slots is None else self.slots[rows],
+            None if self.mask is None else self.mask[rows],
+        )
+
+
+class CachePlan(NamedTuple):
+    """How much memory one generation needs; nothing grows after it is allocated."""
+
+    slots: int  # KV slots: prompt + new tokens, and in a tree one for each live node
+    nodes: int  # node ids that can be alive at once
+    tree: bool  # False: a chain, slot = position, no masks
+
+
+class TreeMask:
+    """Which KV slots each live node of a draft tree sees: row i is node i's own view, [nodes, slots] bool."""
+
+    def __init__(self, plan: CachePlan, device: torch.device):
+        self._visible = torch.zeros(plan.nodes, plan.slots, dtype=torch.bool, device=device)
+        self._used = 0  # slots in use so far, from slot 0 up
+
+    def start(self, prompt_length: int, root: int) -> None:
+        """The prompt fills the first slots; `root` is the node id of its last token."""
+        self._used = prompt_length
+        self._visible[root] = False
+        self._visible[root, :prompt_length] = True
+
+    def enter(self, batch: NodeBatch, highest_slot: int) -> NodeBatch:
+        """Give the batch its mask: each node sees what its parent sees, and its own slot."""
+        self._used = max(self._used, highest_slot + 1)
+        rows = self._visible[batch.parents]
+        rows[torch.arange(len(rows), device=rows.device), batch.slots] = True
+        self._visible[batch.nodes] = rows
+        return batch._replace(mask=rows[:, : self._used])
+
+
+class StageCache:
+    """Keys, values and linear-attention states of one stage's layers, preallocated.
+
+    The decoder layers of `transformers` see it as their cache. KV: one slot a (position, tree node), so a rejected
+    token costs nothing to drop. Linear attention: one convolution and one recurrent state a live node; the state of
+    a node's parent is what the node starts from, so rollback is exact and free as well.
+
+    Source of the interface: `transformers.cache_utils`, the methods that decoder layers call.
+    """
+
+    def __init__(
+        self, config: PreTrainedConfig, layers: range, plan: CachePlan, dtype: torch.dtype, device: torch.device
+    ):
+        kv_shape = (1, config.num_key_value_heads, plan.slots, head_dim(config))
+        self._keys: dict[int, Tensor] = {}  # layer -> [1, H_kv, slots, D]
+        self._values: dict[int, Tensor] = {}
+        self._conv: dict[int, Tensor] = {}  # layer -> [nodes, channels, kernel]
+        self._recurrent: dict[int, Tensor] = {}  # layer -> [nodes, heads, D_k, D_v], float32
+        for layer in layers:
+            if is_linear_attention(config, layer):
+                key_width = config.linear_num_key_heads * config.linear_key_head_dim
+                value_width = config.linear_num_value_heads * config.linear_value_head_dim
+                conv_shape = (plan.nodes, 2 * key_width + value_width, config.linear_conv_kernel_dim)
+                state_shape = (config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim)
+                self._conv[layer] = torch.zeros(conv_shape, dtype=dtype, device=device)
+                self._recurrent[layer] = torch.zeros((plan.nodes, *state_shape), dtype=torch.float32, device=device)
+            else:
+                self._keys[layer] = torch.zeros(kv_shape, dtype=dtype, device=device)
+                self._values[layer] = torch.zeros(kv_shape, dtype=dtype, device=device)
+        # What the layers are about to run: set by `prefill` and `enter`.
+        self._first = self._used = 0  # KV slots written in a row, and visible in all
+        self._slots: Tensor | None = None  # [w] KV slots written one by one (tree)
+        self._parents: Tensor | None = None  # [w] states read; None: there is no state yet
+        self._nodes: Tensor | None = None  # [w] states written
+        self._gathered: dict[int, Tensor] = {}  # conv states that a layer is updating in place
+
+    def nbytes(self) -> int:
+        """Bytes held, all layers together."""
+        stores = (self._keys, self._values, self._conv, self._recurrent)
+        return sum(tensor.nbytes for store in stores for tensor in store.values())
+
+    def prefill(self, start: int, length: int, root: Tensor) -> None:
+        """The layers will run prompt positions `start .. start + length - 1`; `root` [1] is the prompt's node id."""
+        self._first, self._used, self._slots = start, start + length, None
+        self._parents, self._nodes = (root if start else None), root
+
+    def enter(self, batch: NodeBatch) -> None:
+        """The layers will run this batch."""
+        if batch.slots is None:
+            self._first, self._used, self._slots = batch.position, batch.position + 1, None
+        else:
+            self._used, self._slots = batch.mask.shape[1], batch.slots
+        self._parents, self._nodes = batch.parents, batch.nodes
+
+    def kv(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of a full-attention layer at the given slots, each [H_kv, len(slots), D]."""
+        return self._keys[layer][0][:, slots], self._values[layer][0][:, slots]
+
+    def linear_state(self, layer: int, node: int) -> tuple[Tensor, Tensor]:
+        """Convolution [channels, kernel] and recurrent [heads, D_k, D_v] state of a node in a linear layer."""
+        return self._conv[layer][node], self._recurrent[layer][node]
+
+    # The interface that decoder layers call.
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, **_: Any) -> tuple[Tensor, Tensor]:
+        """Store new keys and values ([w, H_kv, q, D]); return all that the mask may show, shared by the w rows."""
+        keys, values = self._keys[layer_idx], self._values[layer_idx]
+        if self._slots is None:
+            keys[:, :, self._first : self._used].copy_(key)
+            values[:, :, self._first : self._used].copy_(value)
+        else:
+            keys[0].index_copy_(1, self._slots, key[:, :, 0].transpose(0, 1))
+            values[0].index_copy_(1, self._slots, value[:, :, 0].transpose(0, 1))
+        rows = len(key)
+        return keys[:, :, : self._used].expand(rows, -1, -1, -1), values[:, :, : self._used].expand(rows, -1, -1, -1)
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """The parents' convolution states [w, channels, kernel], for the layer to update in place."""
+        if self._parents is None:
+            return None
+        self._gathered[layer_idx] = self._conv[layer_idx][self._parents]
+        return self._gathered[layer_idx]
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """The parents' recurrent states [w, heads, D_k, D_v]."""
+        return None if self._parents is None else self._recurrent[layer_idx][self._parents]
+
+    def update_conv_state(self, inputs: Tensor, layer_idx: int, conv_kernel_size: int, **_: Any) -> Tensor:
+        """Several positions at once (prefill, [1, channels, q]): returns them with the left context they need."""
+        left = inputs.new_zeros(*inputs.shape[:2], conv_kernel_size)
+        if self._parents is not None:
+            left = self._gathered[layer_idx]
+        inputs = torch.cat([left, inputs], dim=-1)
+        self._gathered[layer_idx] = inputs[..., -conv_kernel_size:]
+        return inputs
+
+    def update_recurrent_state(self, state: Tensor, layer_idx: int, **_: Any) -> Tensor:
+        """Store the new states ([w, heads, D_k, D_v]) under the nodes' own ids. Linear layers call this last."""
+        self._conv[layer_idx][self._nodes] = self._gathered.pop(layer_idx)
+        self._recurrent[layer_idx][self._nodes] = state
+        return state
+
+
+def head_dim(config: PreTrainedConfig) -> int:
+    """Width of one attention head. Qwen2's configuration does not list it."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def is_linear_attention(config: PreTrainedConfig, layer: int) -> bool:
+    """Whether a target layer (0-based) is Qwen3.5's linear attention."""
+    layer_types = getattr(config, "layer_types", None)
+    return layer_types is not None and layer_types[layer] == "linear_attention"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Attention over one shared sequence
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
+    """Attention of r query rows over one sequence, without repeating keys for the query heads that share them.
+
+    query [1, H_q, r, D], key and value [1, H_kv, T, D], mask [r, T] bool or None (all visible) -> [1, H_q, r, D].
+    """
+    _, heads, rows, width = query.shape
+    group = heads // key.shape[1]
+    query = query.reshape(1, key.shape[1], group * rows, width)
+    if mask is not None:
+        mask = mask.repeat(group, 1)
+    return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling).view(1, heads, rows, width)
+
+
+def _nodes_attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
+    """`transformers` attention function: SDPA that runs tree nodes which share one KV cache as rows of one query.
+
+    Anything else (prefill, training, batches with their own keys) goes to the library's SDPA.
+    """
+    nodes, _, length, _ = query.shape
+    if length > 1 or (nodes > 1 and key.stride(0) != 0):
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    mask = None if attention_mask is None else attention_mask.view(nodes, -1)
+    output = grouped_attention(query.transpose(0, 2), key[:1], value[:1], mask, scaling)  # [1, H_q, w, D]
+    return output.transpose(1, 2).transpose(0, 1), None  # [w, 1, H_q, D]
+
+
+def causal_mask(rows: int, start: int, device: torch.device) -> Tensor:
+    """Row i stands at position start + i and sees every position up to its own: [rows, start + rows] bool."""
+    return torch.ones(rows, start + rows, dtype=torch.bool, device=device).tril(start)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The partitioned target
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Target:
+    """A frozen causal language model of `transformers`, opened up: embedding, decoder layers, final norm, lm_head.
+
+    Raises ValueError for a model type, rotary embedding or attention window that the stages cannot run.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        self.config = model.config.get_text_config()
+        check_supported(self.config)
+        if self.config._attn_implementation == "sdpa":
+            # The same mathematics, faster for the stages' batches of nodes; `model.generate` works as before.
+            ALL_ATTENTION_FUNCTIONS.register("spd_sdpa", _nodes_attention)
+            ALL_MASK_ATTENTION_FUNCTIONS.register("spd_sdpa", sdpa_mask)
+            self.config._attn_implementation = "spd_sdpa"
+        self.model = model.eval().requires_grad_(False)
+        self.embed_tokens: nn.Module = model.model.embed_tokens
+        self.layers: nn.ModuleList = model.model.layers
+        self.norm: nn.Module = model.model.norm
+        self.lm_head: nn.Linear = model.lm_head
+        self._rotary: nn.Module = model.model.rotary_emb
+        self._rope: tuple[Tensor, Tensor] | None = None
+
+    @classmethod
+    def load(
+        cls,
+        path: str,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: str | torch.device = "cpu",
+        attn_implementation: str = "sdpa",
+        trust_remote_code: bool = False,
+    ) -> Target:
+        """Load a local folder or a hub id. ValueError names a folder without a model and an unsupported model type."""
+        try:
+            config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+            check_supported(config.get_text_config())
+            model = AutoModelForCausalLM.from_pretrained(
+                path, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
+            )
+        except OSError as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ValueError(
+                f"no target model at {path!r} ({reason}): give a folder with config.json and safetensors, or a hub id"
+            ) from None
+        return cls(model.to(device))
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embed_tokens.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed_tokens.weight.device
+
+    @cached_property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Every end-of-sequence id: generation_config may list several."""
+        eos = self.model.generation_config.eos_token_id
+        if eos is None:
+            eos = self.config.eos_token_id
+        return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+
+    def rope(self, length: int) -> tuple[Tensor, Tensor]:
+        """Rotary cosines and sines of positions 0 .. at least length - 1, each [1, >= length, D_rot]."""
+        if self._rope is None or self._rope[0].shape[1] < length:
+            positions = torch.arange(-(-length // 1024) * 1024, device=self.device)[None]
+            like = torch.empty(1, dtype=self.dtype, device=self.device)
+            self._rope = self._rotary(like, positions)
+        return self._rope
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """h_0 of token ids: [...] -> [..., H]."""
+        return self.embed_tokens(tokens)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Final norm and lm_head: h_L [..., H] -> [..., V]."""
+        return self.lm_head(self.norm(hidden))
+
+    def partition(self, stage_sizes: Sequence[int], anchors: Sequence[int] = (0,)) -> list[Stage]:
+        """The stages of a split; each captures the anchors that its own layers produce."""
+        bounds = layers_available(stage_sizes)
+        return [Stage(self, range(lo, hi), anchors) for lo, hi in pairwise(bounds)]
+
+
+def check_supported(config: PreTrainedConfig) -> None:
+    """ValueError that names the model type, rotary embedding or sliding window which the stages cannot run."""
+    if config.model_type not in SUPPORTED_MODEL_TYPES:
+        raise ValueError(
+            f"model type {config.model_type!r} is not supported: the target must be one of "
+            f"{', '.join(SUPPORTED_MODEL_TYPES)}"
+        )
+    rope_type = config.rope_parameters["rope_type"]
+    if rope_type not in STATIC_ROPE_TYPES:
+        raise ValueError(f"rope_type {rope_type!r} is not supported: it must be one of {', '.join(STATIC_ROPE_TYPES)}")
+    if getattr(config, "sliding_window", None) is not None:
+        raise ValueError(
+            f"the target uses a sliding attention window of {config.sliding_window} tokens, which is not supported: "
+            "set use_sliding_window to false in its config.json if its context fits the window"
+        )
+
+
+class Stage:
+    """Decoder layers [lo, hi) of the target, which all the tokens at depth s run through in one cycle.
+
+    Both calls return the hidden states that leave the stage and the anchors captured on the way: {b: h_b}, taken
+    from the layers' outputs, before any final norm.
+    """
+
+    def __init__(self, target: Target, layers: range, anchors: Sequence[int]):
+        self._target = target
+        self.layers = layers
+        self.anchors = frozenset(b for b in anchors if layers.start < b <= layers.stop)
+
+    def new_cache(self, plan: CachePlan) -> StageCache:
+        return StageCache(self._target.config, self.layers, plan, self._target.dtype, self._target.device)
+
+    def prefill(self, hidden: Tensor, start: int, cache: StageCache, root: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
+        """Run a chunk of the prompt, [1, q, H] at positions start .. start + q - 1."""
+        length = hidden.shape[1]
+        cache.prefill(start, length, root)
+        mask = None
+        if length > 1 and (start or self._needs_float_mask):  # SDPA and flash know the plain causal case by itself
+            mask = causal_mask(length, start, hidden.device)[None, None]
+        return self._run(hidden, slice(start, start + length), mask, cache)
+
+    def run(self, hidden: Tensor, batch: NodeBatch, cache: StageCache) -> tuple[Tensor, dict[int, Tensor]]:
+        """Run one position's nodes, [w, 1, H]."""
+        cache.enter(batch)
+        mask = None if batch.mask is None else batch.mask[:, None, None]
+        return self._run(hidden, slice(batch.position, batch.position + 1), mask, cache)
+
+    @property
+    def _needs_float_mask(self) -> bool:
+        return self._target.config._attn_implementation == "eager"
+
+    def _run(self, hidden: Tensor, positions: slice, mask: Tensor | None, cache: StageCache):
+        cos, sin = self._target.rope(positions.stop)
+        rope = cos[:, positions], sin[:, positions]
+        if mask is not None and self._needs_float_mask:
+            mask = torch.zeros(mask.shape, dtype=hidden.dtype, device=hidden.device).masked_fill_(~mask, -torch.inf)
+        captured = {}
+        for index in self.layers:
+            linear_layer = is_linear_attention(self._target.config, index)
+            hidden = self._target.layers[index](
+                hidden, attention_mask=None if linear_layer else mask, position_embeddings=rope, cache=cache
+            )
+            if index + 1 in self.anchors:
+                captured[index + 1] = hidden
+        return hidden, captured
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The speculation head (the Pipeline Draft Module)
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class _SplitAttention:
+    """A `transformers` decoder layer in three steps, so that rows can be keys and values without being queries.
+
+    Inputs [B, R, H]; queries, keys and values [B, heads, R, D]. Mixed into a decoder layer class, whose modules and
+    state-dict names it keeps.
+    """
+
+    gated: bool  # Qwen3.5: q_proj also yields a gate for the attention output
+
+    def keys_values(self, normed: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        attn = self.self_attn
+        shape = (*normed.shape[:2], -1, attn.head_dim)
+        key = attn.k_norm(attn.k_proj(normed).view(shape)).transpose(1, 2)
+        return rotate(key, rope), attn.v_proj(normed).view(shape).transpose(1, 2)
+
+    def queries(self, normed: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor | None]:
+        attn = self.self_attn
+        shape = (*normed.shape[:2], -1, attn.head_dim)
+        projected, gate = attn.q_proj(normed), None
+        if self.gated:
+            projected, gate = projected.view(*normed.shape[:2], -1, 2 * attn.head_dim).chunk(2, dim=-1)
+            gate = gate.reshape(*normed.shape[:2], -1)
+        return rotate(attn.q_norm(projected.reshape(shape)).transpose(1, 2), rope), gate
+
+    def finish(self, residual: Tensor, attended: Tensor, gate: Tensor | None) -> Tensor:
+        """Output projection, residual, MLP. `attended` [B, heads, R, D]."""
+        attended = attended.transpose(1, 2).flatten(2)
+        if gate is not None:
+            attended = attended * torch.sigmoid(gate)
+        hidden = residual + self.self_attn.o_proj(attended)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class Qwen3SpecLayer(_SplitAttention, Qwen3DecoderLayer):
+    gated = False
+
+
+class Qwen3_5SpecLayer(_SplitAttention, Qwen3_5DecoderLayer):
+    gated = True
+
+
+def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotary embedding of [B, heads, R, D] with cos and sin [1, R, D_rot], D_rot <= D (the rest passes)."""
+    cos, sin = rope[0][:, None], rope[1][:, None]
+    width = cos.shape[-1]
+    rotated, rest = (x, None) if width == x.shape[-1] else x.split([width, x.shape[-1] - width], dim=-1)
+    half = torch.cat([-rotated[..., width // 2 :], rotated[..., : width // 2]], dim=-1)
+    rotated = rotated * cos + half * sin
+    return rotated if rest is None else torch.cat([rotated, rest], dim=-1)
+
+
+def new_spec_layers(config: HeadConfig, target_config: PreTrainedConfig) -> nn.ModuleList:
+    """L_s dense full-attention layers in the target family's style (never MoE, never linear attention)."""
+    shape = {
+        "hidden_size": target_config.hidden_size,
+        # Some MoE configurations have no dense MLP width; the checkpoint says which one to use then.
+        "intermediate_size": getattr(target_config, "intermediate_size", None)
+        or config.spec_intermediate_size_fallback,
+        "num_hidden_layers": config.num_spec_layers,
+        "num_attention_heads": target_config.num_attention_heads,
+        "num_key_value_heads": target_config.num_key_value_heads,
+        "head_dim": head_dim(target_config),
+        "hidden_act": target_config.hidden_act,
+        "rms_norm_eps": target_config.rms_norm_eps,
+        "attention_bias": False,
+    }
+    if target_config.model_type.startswith("qwen3_5"):
+        layer_config = Qwen3_5TextConfig(**shape, layer_types=["full_attention"] * config.num_spec_layers)
+        layer_class = Qwen3_5SpecLayer
+    else:
+        layer_config, layer_class = Qwen3Config(**shape), Qwen3SpecLayer
+    return nn.ModuleList(layer_class(layer_config, index) for index in range(config.num_spec_layers))
+
+
+class HeadCache:
+    """Keys and values of the head's layers, preallocated. The first `length` rows are tokens that stay."""
+
+    def __init__(self, head: SpeculationHead, capacity: int):
+        attn = head.spec_layers[0].self_attn
+        kv_heads = attn.k_proj.out_features // attn.head_dim
+        weight = attn.k_proj.weight
+        shape = (len(head.spec_layers), 1, kv_heads, capacity, attn.head_dim)
+        self.length = 0
+        self._keys = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
+        self._values = torch.zeros_like(self._keys)
+
+    def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Put R rows behind the `length` ones; return all of them, [1, H_kv, length + R, D] each."""
+        end = self.length + key.shape[2]
+        self._keys[layer][:, :, self.length : end] = key
+        self._values[layer][:, :, self.length : end] = value
+        return self._keys[layer][:, :, :end], self._values[layer][:, :, :end]
+
+
+class SpeculationHead(nn.Module):
+    """Projections A_k, L_s decoder layers, lm_head. The final norm and the rotary table are the target's."""
+
+    def __init__(self, config: HeadConfig, target_config: PreTrainedConfig):
+        super().__init__()
+        config.check_target(target_config)
+        self.config = config
+        hidden = config.hidden_size
+        self.aggr_projs = nn.ModuleList(
+            nn.Linear((k + 1) * hidden, hidden, bias=False) for k in range(config.num_aggr_types)
+        )
+        self.spec_layers = new_spec_layers(config, target_config)
+        self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
+
+    @cached_property
+    def draft_token_ids(self) -> Tensor | None:
+        """Target id of each draft id, [V_d], on the head's device; None when the vocabularies are the same."""
+        ids = self.config.draft_token_ids
+        return None if ids is None else torch.tensor(ids, device=self.lm_head.weight.device)
+
+    def aggregate(self, kind: int, features: Tensor) -> Tensor:
+        """g_k = A_k [h_{b_0}; ...; h_{b_k}]: features [..., m, H] -> [..., H]."""
+        return self.aggr_projs[kind](features[..., : kind + 1, :].flatten(-2))
+
+    def forward_rows(
+        self,
+        rows: Tensor,
+        rope: tuple[Tensor, Tensor],
+        cache: HeadCache,
+        mask: Tensor | None = None,
+        outputs: int = 0,
+    ) -> Tensor:
+        """Run R rows [1, R, H] behind the cached ones; return the last `outputs`, [outputs, H], before the final norm.
+
+        rope: cosines and sines of the rows' positions, [1, R, D_rot]. mask [R, length + R] bool; None is causal. The
+        rows' keys and values stay in the cache until the next call, which starts at `cache.length`.
+        """
+        count = rows.shape[1]
+        causal = mask is None
+        if causal and count > 1:
+            mask = causal_mask(count, cache.length, rows.device)
+        for index, layer in enumerate(self.spec_layers):
+            normed = layer.input_layernorm(rows)
+            keys, values = cache.write(index, *layer.keys_values(normed, rope))
+            # The last layer's other rows are only ever keys and values.
+            asked = outputs if index == len(self.spec_layers) - 1 else count
+            if asked == 0:
+                return rows.new_empty(0, rows.shape[-1])
+            if asked < count:
+                rows, normed = rows[:, -asked:], normed[:, -asked:]
+                rope = rope[0][:, -asked:], rope[1][:, -asked:]
+                mask = None if causal and asked == 1 else mask[-asked:]
+            query, gate = layer.queries(normed, rope)
+            attended = grouped_attention(query, keys, values, mask, layer.self_attn.scaling)
+            rows = layer.finish(rows, attended, gate)
+        return rows[0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoint files
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def save_head(head: SpeculationHead, path: str | Path) -> None:
+    """Write `{"state_dict", "config"}` atomically: a killed run never leaves half a checkpoint under this name."""
+    state = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
+    with atomic_open(path, "wb") as file:
+        torch.save({"state_dict": state, "config": head.config.to_dict()}, file)
+
+
+def read_checkpoint(path: str | Path) -> tuple[HeadConfig, dict[str, Tensor]]:
+    """Configuration and weights of a head checkpoint (a file, or a folder with `speculation_head_final.pt`).
+
+    ValueError, in one line, for a missing, truncated or foreign file and for a wrong configuration.
+    """
+    path = Path(path)
+    if path.is_dir():
+        path = path / CHECKPOINT_NAME
+    try:
+        payload = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise ValueError(f"no head checkpoint at {str(path)!r}: train one, or omit --spec_head_ckpt") from None
+    except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:120]
+        raise ValueError(f"{str(path)!r} is no readable head checkpoint ({reason}): copy it again") from None
+    if not isinstance(payload, dict) or not {"state_dict", "config"} <= payload.keys():
+        raise ValueError(f"{str(path)!r} is not a head checkpoint: it must hold 'state_dict' and 'config'")
+    try:
+        return HeadConfig.parse(payload["config"]), payload["state_dict"]
+    except ValueError as error:
+        raise ValueError(f"{str(path)!r}: {error}") from None
+
+
+def load_head(path: str | Path, target: Target) -> SpeculationHead:
+    """The head of a checkpoint, frozen, in the target's dtype and on its device. ValueError as `read_checkpoint`."""
+    config, state = read_checkpoint(path)
+    try:
+        with torch.device("meta"):
+            head = SpeculationHead(config, target.config)
+        check_weights(head.state_dict(), state)
+    except ValueError as error:
+        raise ValueError(f"{str(path)!r}: {error}") from None
+    head.load_state_dict(state, assign=True)
+    return head.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
+
+
+def check_weights(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
+    """ValueError that names the first missing, unexpected or wrongly shaped weight."""
+    missing, unexpected = expected.keys() - found.keys(), found.keys() - expected.keys()
+    if missing:
+        raise ValueError(f"the checkpoint lacks weight {_listed(missing)}")
+    if unexpected:
+        raise ValueError(f"the checkpoint has unexpected weight {_listed(unexpected)}")
+    for name, tensor in expected.items():
+        if tensor.shape != found[name].shape:
+            raise ValueError(
+                f"weight {name} has shape {list(found[name].shape)}, but target and config need {list(tensor.shape)}"
+            )
+
+
+def _listed(names: Iterable[str], most: int = 3) -> str:
+    names = sorted(names)
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -1,0 +1,108 @@
+"""What the scripts share: one-line errors with exit code 2, files that are never half-written, a run's record."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+import torch
+from transformers.utils import logging
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+RECORDED_PACKAGES = ("torch", "transformers", "accelerate", "datasets", "numpy")
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line on stderr, exit code 2, and whose help shows defaults."""
+
+    def __init__(self, **kwargs: Any):
+        super().__init__(formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def run_script(main: Callable[[argparse.Namespace], int | None], parser: Parser) -> NoReturn:
+    """Parse, run, exit. A ValueError is the user's to mend: one line, exit code 2. Ctrl-C: exit code 130."""
+    args = parser.parse_args()
+    try:
+        sys.exit(main(args))
+    except ValueError as error:
+        parser.error(" ".join(str(error).split()))
+    except KeyboardInterrupt:
+        parser.exit(130, f"\n{parser.prog}: interrupted\n")
+
+
+def quiet_libraries() -> None:
+    """Errors only from transformers; its loading bars only where somebody watches."""
+    logging.set_verbosity_error()
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+
+
+def resolve_device(name: str) -> torch.device:
+    """A torch device from a flag: "auto" is CUDA where there is one. ValueError for one that is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"--device is {name!r}: use auto, cpu, cuda or cuda:N") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        count = torch.cuda.device_count()
+        raise ValueError(f"--device is {name!r}, but this machine has {count} CUDA devices: use auto or cpu")
+    return device
+
+
+@contextmanager
+def atomic_open(path: str | Path, mode: str = "w") -> Iterator[IO]:
+    """Open a temporary file beside `path` and rename it at the end: the old file or the new one, never half of it."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, mode, encoding=None if "b" in mode else "utf-8") as file:
+            yield file
+        os.chmod(temporary, 0o644)  # mkstemp's files are private
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def run_record(args: argparse.Namespace) -> dict[str, Any]:
+    """What is saved beside every output: the resolved arguments, the git commit, package versions."""
+    return {
+        "arguments": {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()},
+        "commit": git_commit(),
+        "versions": {name: version(name) for name in RECORDED_PACKAGES},
+    }
+
+
+def git_commit() -> str:
+    """The commit of this code, with "+changes" when tracked files differ from it; "unknown" outside a checkout."""
+    folder = Path(__file__).parent
+    try:
+        git = ["git", "-C", str(folder)]
+        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        status = [*git, "status", "--porcelain", "--untracked-files=no"]
+        changed = subprocess.run(status, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return commit + ("+changes" if changed else "")
+
+
+def write_json(path: str | Path, value: Any) -> None:
+    """Write JSON atomically. Values that are not a number (nan, infinity) are refused: JSON has no name for them."""
+    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
+    with atomic_open(path) as file:
+        file.write(text + "\n")

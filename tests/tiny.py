@@ -1,0 +1,158 @@
+"""Tiny random targets and heads of every supported family, and drafters that are right or wrong on purpose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel, set_seed
+from transformers.models.llama import LlamaConfig
+from transformers.models.qwen2 import Qwen2Config
+from transformers.models.qwen3 import Qwen3Config
+from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
+from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5MoeTextConfig
+from transformers.models.qwen3_moe import Qwen3MoeConfig
+
+from pipeline_inference import Decoder, LocalExecutor, SPDDrafter, TokenTree
+from pipeline_model import HeadConfig, SpeculationHead, Target, auto_anchors, split_layers
+
+VOCAB = 61
+SHARED = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "bos_token_id": 0,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    # Wide enough that the argmax is never a near tie.
+    "initializer_range": 0.25,
+}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+LINEAR = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+    "partial_rotary_factor": 0.5,
+}
+FAMILIES: dict[str, Callable] = {
+    "llama": lambda **kw: LlamaConfig(**SHARED, **kw),
+    "qwen2": lambda **kw: Qwen2Config(**{k: v for k, v in SHARED.items() if k != "head_dim"}, **kw),
+    "qwen3": lambda **kw: Qwen3Config(**SHARED, **kw),
+    "qwen3_moe": lambda **kw: Qwen3MoeConfig(**SHARED, **MOE, **kw),
+    "qwen3_5": lambda **kw: Qwen3_5TextConfig(**SHARED, **LINEAR, **kw),
+    "qwen3_5_moe": lambda **kw: Qwen3_5MoeTextConfig(
+        **{k: v for k, v in SHARED.items() if k != "intermediate_size"},
+        **MOE,
+        **LINEAR,
+        shared_expert_intermediate_size=24,
+        **kw,
+    ),
+}
+
+
+def tiny_model(family: str, *, layers: int = 4, tied: bool = False, seed: int = 0) -> PreTrainedModel:
+    """A random float32 model of a family; the same one for the same arguments."""
+    set_seed(seed)
+    config = FAMILIES[family](num_hidden_layers=layers, tie_word_embeddings=tied)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    with torch.no_grad():  # norms that do something
+        for name, weight in model.named_parameters():
+            if "norm" in name:
+                weight.add_(torch.randn_like(weight) * 0.2)
+    return model.eval()
+
+
+def tiny_target(family: str, **kwargs) -> Target:
+    return Target(tiny_model(family, **kwargs))
+
+
+def hf_greedy(
+    model: PreTrainedModel, prompt: Sequence[int], count: int, eos: int | list[int] | None = None
+) -> list[int]:
+    """New tokens of `model.generate`, greedy."""
+    ids = torch.tensor([prompt])
+    settings = {"max_new_tokens": count, "do_sample": False, "eos_token_id": eos, "pad_token_id": 0}
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+    return output[0, len(prompt) :].tolist()
+
+
+def tiny_head(
+    target: Target, stage_sizes: Sequence[int], *, draft_vocab: int | None = None, **fields
+) -> SpeculationHead:
+    """A random head for a split; `draft_vocab` limits it to that many token ids, spread over the vocabulary."""
+    vocab = target.config.vocab_size
+    ids = None if draft_vocab is None else tuple(range(vocab % 3, vocab, max(1, vocab // draft_vocab)))[:draft_vocab]
+    even = tuple(stage_sizes) == split_layers(target.num_layers, len(stage_sizes))
+    config = HeadConfig(
+        hidden_size=target.config.hidden_size,
+        vocab_size=vocab,
+        num_stages=len(stage_sizes),
+        num_spec_layers=fields.pop("num_spec_layers", 2),
+        aggr_feature_bound=fields.pop("aggr_feature_bound", auto_anchors(stage_sizes)),
+        draft_vocab_size=vocab if ids is None else len(ids),
+        draft_token_ids=ids,
+        stage_layers=None if even else tuple(stage_sizes),
+        spec_intermediate_size_fallback=48,
+        **fields,
+    )
+    torch.manual_seed(1)
+    return SpeculationHead(config, target.config).eval().requires_grad_(False)
+
+
+def spd_decoder(target: Target, head: SpeculationHead, *, use_deepest: bool | None = None, **settings) -> Decoder:
+    sizes = head.config.split(target.num_layers)
+    executor = LocalExecutor(target, sizes, head.config.aggr_feature_bound)
+    return Decoder(executor, SPDDrafter(head, target, sizes, use_deepest), **settings)
+
+
+class ScriptedDrafter:
+    """Drafts what a function says: `choose(path) -> ids, best first`, for the token behind the chain `path`.
+
+    The path is the whole sequence so far, prompt included, with this frontier node's own chain at its end.
+    """
+
+    draft_token_ids = None
+
+    def __init__(self, choose: Callable[[list[int]], Sequence[int]], vocab: int = VOCAB):
+        self._choose, self._vocab = choose, vocab
+        self._prompt: list[int] = []
+
+    def with_prompt(self, prompt: Sequence[int]) -> ScriptedDrafter:
+        self._prompt = list(prompt)
+        return self
+
+    def start(self, plan, features, path) -> None:
+        self._sequence = list(self._prompt)
+
+    def enter(self, nodes, h0) -> None:
+        pass
+
+    def observe(self, captured) -> None:
+        pass
+
+    def draft(self, tree: TokenTree) -> Tensor:
+        known = {node.position: node.token for node in tree.path}
+        for position in range(len(self._sequence), tree.root.position + 1):
+            self._sequence.append(known[position])
+        logits = torch.full((len(tree.frontier), self._vocab), -30.0)
+        for row, node in enumerate(tree.frontier):
+            chain = []
+            while node.position > tree.root.position:
+                chain.append(node.token)
+                node = node.parent
+            for rank, token in enumerate(self._choose(self._sequence + chain[::-1])):
+                logits[row, token] = -float(rank)
+        return logits
+
+
+def scripted_decoder(target: Target, stage_sizes, prompt, choose, **settings) -> Decoder:
+    drafter = ScriptedDrafter(choose, target.config.vocab_size).with_prompt(prompt)
+    return Decoder(LocalExecutor(target, stage_sizes), drafter, **settings)

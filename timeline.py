@@ -1,0 +1,159 @@
+"""Where the time of a cycle goes: spans on the CPU clock or CUDA events, their totals, and a Perfetto trace."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from script_utils import atomic_open
+
+DRAFT, VERIFY = "draft", "verify"
+# CUDA events of this many cycles are left in flight before they are read, so that reading never waits.
+EVENT_LAG = 4
+
+
+def stage_row(stage: int) -> str:
+    """The row of a stage in totals and traces."""
+    return f"stage {stage}"
+
+
+def stage_index(row: str) -> int:
+    """The stage of a `stage_row`."""
+    return int(row.rsplit(" ", 1)[1])
+
+
+@dataclass(frozen=True)
+class Span:
+    """One slice of a trace: `row` was busy in `cycle` from `start` for `seconds` (of the timeline's own clock)."""
+
+    row: str
+    cycle: int
+    start: float
+    seconds: float
+
+
+@dataclass
+class Timings:
+    """Seconds of one generation. All but the two wall-clock times are sums over its cycles."""
+
+    prefill: float = 0.0  # wall-clock
+    decode: float = 0.0  # wall-clock, all cycles
+    stages: list[float] = field(default_factory=list)  # one sum a stage
+    draft: float = 0.0
+    verify: float = 0.0
+    # What the decode would take with a device a stage and one for the head: per cycle the slowest stage or the head,
+    # plus verification; or, with verify_lag 1, the slowest of the three.
+    ideal_decode: float = 0.0
+
+
+class Timeline:
+    """Collects the spans of one generation. Memory stays constant unless `keep_spans` is set."""
+
+    def __init__(self, device: torch.device, *, keep_spans: bool = False):
+        self._cuda = device.type == "cuda"
+        self._device = device
+        self._keep_spans = keep_spans
+        self._cycle = 0
+        self._open: list[tuple[str, object, object]] = []
+        self._unread: list[tuple[int, list]] = []
+        self._origin = self._now()
+        self.totals: dict[str, float] = defaultdict(float)
+        self.ideal = 0.0  # seconds, with verification at the end of each cycle
+        self.ideal_lagged = 0.0  # seconds, with verification beside the next cycle
+        self.spans: list[Span] = []
+
+    def _now(self):
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    @contextmanager
+    def span(self, row: str) -> Iterator[None]:
+        """Time a block of this cycle. A row may be entered more than once a cycle."""
+        start = self._now()
+        yield
+        self._open.append((row, start, self._now()))
+
+    def end_cycle(self) -> None:
+        """Close the running cycle; the next span belongs to the next one."""
+        self._unread.append((self._cycle, self._open))
+        self._cycle, self._open = self._cycle + 1, []
+        if len(self._unread) > (EVENT_LAG if self._cuda else 0):
+            self._read(*self._unread.pop(0))
+
+    def finish(self, *, prefill: float, decode: float, num_stages: int, verify_lag: int) -> Timings:
+        """The totals of the generation; `prefill` and `decode` are wall-clock seconds."""
+        while self._unread:
+            self._read(*self._unread.pop(0))
+        return Timings(
+            prefill=prefill,
+            decode=decode,
+            stages=[self.totals[stage_row(stage)] for stage in range(num_stages)],
+            draft=self.totals[DRAFT],
+            verify=self.totals[VERIFY],
+            ideal_decode=self.ideal_lagged if verify_lag else self.ideal,
+        )
+
+    def _read(self, cycle: int, records: list) -> None:
+        if self._cuda and records:
+            records[-1][2].synchronize()
+        seconds: dict[str, float] = defaultdict(float)
+        for row, start, end in records:
+            lasted = start.elapsed_time(end) / 1e3 if self._cuda else end - start
+            seconds[row] += lasted
+            if self._keep_spans:
+                begin = self._origin.elapsed_time(start) / 1e3 if self._cuda else start - self._origin
+                self.spans.append(Span(row, cycle, begin, lasted))
+        for row, value in seconds.items():
+            self.totals[row] += value
+        verify = seconds.pop(VERIFY, 0.0)
+        longest = max(seconds.values(), default=0.0)
+        self.ideal += longest + verify
+        self.ideal_lagged += max(longest, verify)
+
+
+def write_trace(path: str | Path, processes: Mapping[str, Iterable[tuple[Span, dict]]]) -> None:
+    """Write a Chrome/Perfetto trace (open it at ui.perfetto.dev), atomically.
+
+    `processes` maps a heading to its spans, each with what to show of it: `name` becomes the slice's label, the other
+    entries its arguments.
+    """
+    events = []
+    for pid, (heading, spans) in enumerate(processes.items()):
+        spans = list(spans)
+        events.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": heading}})
+        rows = sorted({span.row for span, _ in spans}, key=_row_order)
+        for tid, row in enumerate(rows):
+            events.append({"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": row}})
+            events.append({"ph": "M", "pid": pid, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}})
+        for span, shown in spans:
+            arguments = {"cycle": span.cycle} | {key: value for key, value in shown.items() if key != "name"}
+            events.append(
+                {
+                    "ph": "X",
+                    "pid": pid,
+                    "tid": rows.index(span.row),
+                    "ts": span.start * 1e6,
+                    "dur": span.seconds * 1e6,
+                    "name": shown.get("name", span.row),
+                    "args": arguments,
+                }
+            )
+    with atomic_open(path) as file:
+        json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
+
+
+def _row_order(row: str) -> tuple[int, int]:
+    """Draft on top, the stages in order, verification below."""
+    if row in (DRAFT, VERIFY):
+        return (0 if row == DRAFT else 2), 0
+    return 1, stage_index(row)

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import linear, scaled_dot_product_attention
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen3Config
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
@@ -166,6 +166,15 @@ def _draft_ids(value: Any, vocab_size: int, draft_vocab_size: int) -> tuple[int,
     return ids
 
 
+def _trained_stages(value: Any, num_stages: int) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    stages = tuple(_integer("an entry of trained_num_stages", item, 1) for item in value)
+    if not stages or max(stages) != num_stages:
+        raise ValueError(f"trained_num_stages is {list(stages)}: its largest entry must be num_stages, {num_stages}")
+    return stages
+
+
 @dataclass(frozen=True)
 class HeadConfig:
     """The `config` entry of a head checkpoint, parsed and checked (METHOD: versions 11 and 12).
@@ -184,6 +193,7 @@ class HeadConfig:
     stage_layers: tuple[int, ...] | None = None  # layers per stage; None: even split (version 11)
     spec_intermediate_size_fallback: int = 9216  # MLP width where the target's config has none
     spec_init_from_base_layers: tuple[int, ...] | None = None  # target layers the speculation layers started from
+    trained_num_stages: tuple[int, ...] | None = None  # every n it was trained for; None: num_stages alone
     base_model_path: str = ""  # as the trainer was told; informative
     model_type: str | None = None  # of the target; None in the oldest checkpoints
 
@@ -229,21 +239,30 @@ class HeadConfig:
                 "spec_intermediate_size_fallback", raw.get("spec_intermediate_size_fallback", 9216), 1
             ),
             spec_init_from_base_layers=None if base_layers is None else tuple(base_layers),
+            trained_num_stages=_trained_stages(raw.get("trained_num_stages"), raw["num_stages"]),
             base_model_path=str(raw.get("base_model_path", "")),
             model_type=raw.get("model_type"),
         )
 
     def to_dict(self) -> dict[str, Any]:
         """The mapping a checkpoint stores: plain numbers, strings and lists; optional entries only where used."""
-        optional = ("model_type", "spec_init_from_base_layers", "draft_token_ids", "stage_layers")
+        optional = ("model_type", "spec_init_from_base_layers", "draft_token_ids", "stage_layers", "trained_num_stages")
         raw = {field.name: getattr(self, field.name) for field in fields(self)}
         raw = {key: value for key, value in raw.items() if value is not None or key not in optional}
         raw = {key: list(value) if isinstance(value, tuple) else value for key, value in raw.items()}
         return {"version": self.version, "num_aggr_types": self.num_aggr_types} | raw
 
-    def split(self, num_layers: int) -> tuple[int, ...]:
-        """The stage sizes this head was made for, on a target of `num_layers` layers."""
-        return split_layers(num_layers, self.num_stages, self.stage_layers)
+    def split(self, num_layers: int, num_stages: int | None = None) -> tuple[int, ...]:
+        """Stage sizes on a target of `num_layers` layers; `num_stages` picks one of several the head was trained for.
+
+        ValueError when the head was not trained for that many.
+        """
+        if num_stages is None or num_stages == self.num_stages:
+            return split_layers(num_layers, self.num_stages, self.stage_layers)
+        trained = self.trained_num_stages or (self.num_stages,)
+        if num_stages not in trained:
+            raise ValueError(f"num_stages is {num_stages}, but the head was trained for {', '.join(map(str, trained))}")
+        return split_layers(num_layers, num_stages)
 
     def check_target(self, target_config: PreTrainedConfig) -> None:
         """ValueError unless this head fits the target: hidden size, vocabulary, family, and layers enough."""
@@ -453,16 +472,18 @@ def is_linear_attention(config: PreTrainedConfig, layer: int) -> bool:
 
 
 def grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
-    """Attention of r query rows over one sequence, without repeating keys for the query heads that share them.
+    """Attention of r query rows, without repeating keys for the query heads that share them.
 
-    query [1, H_q, r, D], key and value [1, H_kv, T, D], mask [r, T] bool or None (all visible) -> [1, H_q, r, D].
+    query [B, H_q, r, D], key and value [B, H_kv, T, D], mask [r, T] bool or None (all visible) -> [B, H_q, r, D].
     """
-    _, heads, rows, width = query.shape
+    batch, heads, rows, width = query.shape
     group = heads // key.shape[1]
-    query = query.reshape(1, key.shape[1], group * rows, width)
+    query = query.reshape(batch, key.shape[1], group * rows, width)
     if mask is not None:
         mask = mask.repeat(group, 1)
-    return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling).view(1, heads, rows, width)
+    return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling).view(
+        batch, heads, rows, width
+    )
 
 
 def _nodes_attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
@@ -476,6 +497,11 @@ def _nodes_attention(module, query, key, value, attention_mask, scaling=None, **
     mask = None if attention_mask is None else attention_mask.view(nodes, -1)
     output = grouped_attention(query.transpose(0, 2), key[:1], value[:1], mask, scaling)  # [1, H_q, w, D]
     return output.transpose(1, 2).transpose(0, 1), None  # [w, 1, H_q, D]
+
+
+def float_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A bool mask as an additive one."""
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
 
 
 def causal_mask(rows: int, start: int, device: torch.device) -> Tensor:
@@ -570,6 +596,26 @@ class Target:
         """Final norm and lm_head: h_L [..., H] -> [..., V]."""
         return self.lm_head(self.norm(hidden))
 
+    def forward(self, input_ids: Tensor, anchors: Sequence[int]) -> tuple[Tensor, dict[int, Tensor]]:
+        """All layers over ids [B, S], causal, no cache: h_L [B, S, H] and the anchors {b: h_b}."""
+        hidden, length = self.embed(input_ids), input_ids.shape[1]
+        cos, sin = self.rope(length)
+        rope, mask = (cos[:, :length], sin[:, :length]), None
+        if self.needs_float_mask:
+            mask = float_mask(causal_mask(length, 0, hidden.device), hidden.dtype)[None, None]
+        captured = {0: hidden}
+        for index, layer in enumerate(self.layers):
+            linear_layer = is_linear_attention(self.config, index)
+            hidden = layer(hidden, attention_mask=None if linear_layer else mask, position_embeddings=rope)
+            if index + 1 in anchors:
+                captured[index + 1] = hidden
+        return hidden, captured
+
+    @property
+    def needs_float_mask(self) -> bool:
+        """Whether attention takes additive masks, and no mask means no causality either."""
+        return self.config._attn_implementation == "eager"
+
     def partition(self, stage_sizes: Sequence[int], anchors: Sequence[int] = (0,)) -> list[Stage]:
         """The stages of a split; each captures the anchors that its own layers produce."""
         bounds = layers_available(stage_sizes)
@@ -613,7 +659,9 @@ class Stage:
         length = hidden.shape[1]
         cache.prefill(start, length, root)
         mask = None
-        if length > 1 and (start or self._needs_float_mask):  # SDPA and flash know the plain causal case by itself
+        if length > 1 and (
+            start or self._target.needs_float_mask
+        ):  # SDPA and flash know the plain causal case by itself
             mask = causal_mask(length, start, hidden.device)[None, None]
         return self._run(hidden, slice(start, start + length), mask, cache)
 
@@ -623,15 +671,11 @@ class Stage:
         mask = None if batch.mask is None else batch.mask[:, None, None]
         return self._run(hidden, slice(batch.position, batch.position + 1), mask, cache)
 
-    @property
-    def _needs_float_mask(self) -> bool:
-        return self._target.config._attn_implementation == "eager"
-
     def _run(self, hidden: Tensor, positions: slice, mask: Tensor | None, cache: StageCache):
         cos, sin = self._target.rope(positions.stop)
         rope = cos[:, positions], sin[:, positions]
-        if mask is not None and self._needs_float_mask:
-            mask = torch.zeros(mask.shape, dtype=hidden.dtype, device=hidden.device).masked_fill_(~mask, -torch.inf)
+        if mask is not None and self._target.needs_float_mask:
+            mask = float_mask(mask, hidden.dtype)
         captured = {}
         for index in self.layers:
             linear_layer = is_linear_attention(self._target.config, index)
@@ -798,6 +842,245 @@ class SpeculationHead(nn.Module):
             attended = grouped_attention(query, keys, values, mask, layer.self_attn.scaling)
             rows = layer.finish(rows, attended, gate)
         return rows[0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Training forward (METHOD section 4)
+# ---------------------------------------------------------------------------------------------------------------------
+
+# The plain form runs m blocks of S rows through every layer under a dense (m*S)^2 mask. The same mathematics with less:
+# rows that no g_0 row depends on are not computed; a query sees the deepest block but for a band of a few distances at
+# its own position, so its keys are gathered in chunks; the last layer has only g_0 queries, and of those only the
+# supervised positions go on to MLP, norm, lm_head and loss, in chunks again.
+
+QUERY_CHUNK = 128  # positions whose queries share one gathered set of keys
+LOSS_CHUNK = 512  # supervised positions whose logits exist at the same time
+
+
+class TrainingLoss(NamedTuple):
+    """Sums over one batch; divide `total` by `counted` for the mean."""
+
+    total: Tensor  # [] sum of KL * tau^2 over the counted positions, differentiable
+    counted: Tensor  # [] positions in the loss: supervised, and the teacher's argmax is in the draft vocabulary
+    supervised: Tensor  # [] positions whose next token is supervised
+    agreed: Tensor  # [] of those, positions where the draft's argmax is the teacher's
+
+
+def key_types(query_depth: int, types: Sequence[int], fill: int) -> tuple[int, ...]:
+    """Types of the keys at distance 0, 1, ... from a query row; from the last entry on, all are the deepest type.
+
+    `types` is f(d) for d = 0 .. n. A key at distance x has type f(min(n, d + x)), and the deepest once x >= fill.
+    """
+    num_stages = len(types) - 1
+    seen = [types[min(num_stages, query_depth + distance)] for distance in range(fill)]
+    while seen and seen[-1] == types[-1]:
+        seen.pop()
+    return tuple(seen)
+
+
+def staircase_plan(anchors: Sequence[int], stage_sizes: Sequence[int], fill: int | None) -> dict[int, tuple[int, ...]]:
+    """The types whose rows a g_0 row depends on, directly or through other rows, each with its `key_types`."""
+    types, depths = depth_types(anchors, stage_sizes), representative_depths(anchors, stage_sizes)
+    fill = len(stage_sizes) if fill is None else _integer("fill", fill, 1, len(stage_sizes))
+    plan: dict[int, tuple[int, ...]] = {}
+    wanted = [0, types[-1]]
+    while wanted:
+        kind = wanted.pop()
+        if kind not in plan:
+            plan[kind] = key_types(depths[kind], types, fill)
+            wanted.extend(plan[kind])
+    return dict(sorted(plan.items()))
+
+
+def staircase_attention(
+    query: Tensor, keys: Mapping[int, Tensor], values: Mapping[int, Tensor], seen: Sequence[int], scaling: float
+) -> Tensor:
+    """Attention of one type's rows: [B, H_q, S, D] over each type's keys and values, [B, H_kv, S, D].
+
+    The key at distance x is of type `seen[x]`, and of the deepest type from distance `len(seen)` on.
+    """
+    deepest, band, length = max(keys), len(seen), query.shape[2]
+    if band == 0:
+        return scaled_dot_product_attention(
+            query, keys[deepest], values[deepest], is_causal=True, scale=scaling, enable_gqa=True
+        )
+    ranges = {kind: (seen.index(kind), band - tuple(reversed(seen)).index(kind)) for kind in seen}
+    outputs = []
+    for start in range(0, length, QUERY_CHUNK):
+        stop, first = min(start + QUERY_CHUNK, length), max(0, start - band + 1)
+        far = max(0, stop - band)  # deepest keys before here
+        spans = [(deepest, 0, far, band, length + 1)] if far else []
+        spans += [(kind, first, stop, nearest, beyond) for kind, (nearest, beyond) in ranges.items()]
+        rows = torch.arange(start, stop, device=query.device)[:, None]
+        masks = []
+        for _, left, right, nearest, beyond in spans:
+            distance = rows - torch.arange(left, right, device=query.device)
+            masks.append((distance >= nearest) & (distance < beyond))
+        key, value = (
+            torch.cat([blocks[kind][:, :, left:right] for kind, left, right, _, _ in spans], dim=2)
+            for blocks in (keys, values)
+        )
+        outputs.append(grouped_attention(query[:, :, start:stop], key, value, torch.cat(masks, dim=1), scaling))
+    return torch.cat(outputs, dim=2)
+
+
+def draft_rows(
+    head: SpeculationHead,
+    features: Tensor,
+    rope: tuple[Tensor, Tensor],
+    plan: Mapping[int, tuple[int, ...]],
+    selected: tuple[Tensor, Tensor],
+) -> Tensor:
+    """The head's g_0 output before the final norm at the selected (batch, position) pairs: [P, H].
+
+    features [B, S, m, H]; rope [1, S, D_rot]; plan as `staircase_plan`.
+    """
+    batch, kinds = len(features), list(plan)
+    rows = torch.cat([head.aggregate(kind, features) for kind in kinds])  # [kinds * B, S, H]
+    for layer in head.spec_layers:
+        last = layer is head.spec_layers[-1]
+        normed = layer.input_layernorm(rows)
+        keys, values = (dict(zip(kinds, x.split(batch), strict=True)) for x in layer.keys_values(normed, rope))
+        if last:  # kinds[0] is type 0
+            rows, normed = rows[:batch], normed[:batch]
+        query, gate = layer.queries(normed, rope)
+        attended = torch.cat(
+            [
+                staircase_attention(part, keys, values, plan[kind], layer.self_attn.scaling)
+                for kind, part in zip(kinds, query.split(batch), strict=False)
+            ]
+        )
+        if last:
+            attended = attended.transpose(1, 2)[selected].transpose(0, 1)[None]  # [1, heads, P, D]
+            gate = None if gate is None else gate[selected][None]
+            rows = rows[selected][None]
+        rows = layer.finish(rows, attended, gate)
+    return rows[0]
+
+
+class _DistillationKL(torch.autograd.Function):
+    """Sum of KL(teacher || draft) * tau^2 from hidden states, without ever holding all positions' logits.
+
+    Forward computes the gradients of hidden states and lm_head along with the loss, chunk by chunk; backward scales
+    them. Inputs: draft [P, H] and its lm_head [V_d, H] (differentiable), teacher [P, H] and its lm_head [V, H], the
+    draft ids [V_d] or None, tau. Both hidden states are already normed. Returns total, counted, agreed.
+    """
+
+    @staticmethod
+    def forward(ctx, draft, draft_head, teacher, teacher_head, draft_ids, temperature):
+        dtype = teacher.dtype
+        if torch.is_autocast_enabled(draft.device.type):
+            dtype = torch.get_autocast_dtype(draft.device.type)
+        weight = draft_head.to(dtype)
+        draft_grad, weight_grad = torch.zeros_like(draft), torch.zeros_like(draft_head)
+        total = draft.new_zeros((), dtype=torch.float32)
+        counted, agreed = (torch.zeros((), dtype=torch.long, device=draft.device) for _ in range(2))
+        rank_of = None
+        if draft_ids is not None:  # target id -> draft id, or -1
+            rank_of = torch.full((len(teacher_head),), -1, device=draft.device)
+            rank_of[draft_ids] = torch.arange(len(draft_ids), device=draft.device)
+        for start in range(0, len(draft), LOSS_CHUNK):
+            rows = slice(start, start + LOSS_CHUNK)
+            with torch.autocast(draft.device.type, enabled=False):
+                hidden = draft[rows].to(dtype)
+                target = linear(teacher[rows].to(teacher_head.dtype), teacher_head)
+                best = target.argmax(dim=-1)
+                if draft_ids is not None:
+                    target, best = target[:, draft_ids], rank_of[best]
+                inside = best >= 0
+                logits = linear(hidden, weight).float()
+                agreed += (logits.argmax(dim=-1) == best).sum()
+                counted += inside.sum()
+                log_p = (target.float() / temperature).log_softmax(dim=-1)
+                log_q = logits.div_(temperature).log_softmax(dim=-1)
+                p = log_p.exp()
+                total += ((log_p.sub_(log_q) * p).sum(dim=-1) * inside).sum() * temperature**2
+                grad = log_q.exp_().sub_(p).mul_(inside[:, None] * temperature).to(dtype)
+                draft_grad[rows] = (grad @ weight).to(draft_grad.dtype)
+                weight_grad += grad.T @ hidden
+        ctx.save_for_backward(draft_grad, weight_grad)
+        ctx.mark_non_differentiable(counted, agreed)
+        return total, counted, agreed
+
+    @staticmethod
+    def backward(ctx, grad, *_):
+        draft_grad, weight_grad = ctx.saved_tensors
+        return draft_grad * grad, weight_grad * grad, None, None, None, None
+
+
+@torch.no_grad()
+def teacher_features(target: Target, input_ids: Tensor, attention_mask: Tensor, anchors: Sequence[int]):
+    """One frozen pass over right-padded ids [B, S]: the anchors' hidden states [B, S, m, H] and h_L [B, S, H].
+
+    With padding on the right, causal attention needs no mask: no real token sees a padded one. ValueError otherwise.
+    """
+    if (attention_mask[:, 1:] > attention_mask[:, :-1]).any():
+        raise ValueError("attention_mask must be right-padded: ones, then zeros")
+    hidden, captured = target.forward(input_ids, anchors)
+    return torch.stack([captured[b].to(hidden.device) for b in anchors], dim=2), hidden
+
+
+def training_loss(
+    head: SpeculationHead,
+    target: Target,
+    features: Tensor,
+    hidden: Tensor,
+    labels: Tensor,
+    attention_mask: Tensor,
+    *,
+    stage_sizes: Sequence[int],
+    fill: int | None = None,
+    temperature: float = 1.0,
+) -> TrainingLoss:
+    """Distillation loss of a batch for a pipeline with `fill` tokens in flight (None: full, n).
+
+    features and hidden as `teacher_features` returns them; labels [B, S] hold the token at each position, or -100
+    where it is not supervised; the prediction at t is supervised when the label at t + 1 is.
+    """
+    supervised = (labels[:, 1:] >= 0) & attention_mask[:, 1:].bool()
+    selected = supervised.nonzero(as_tuple=True)
+    plan = staircase_plan(head.config.aggr_feature_bound, stage_sizes, fill)
+    cos, sin = target.rope(features.shape[1])
+    rope = cos[:, : features.shape[1]].to(features.device), sin[:, : features.shape[1]].to(features.device)
+    draft = target.norm(draft_rows(head, features, rope, plan, selected))
+    with torch.no_grad():
+        teacher = target.norm(hidden[selected])
+    total, counted, agreed = _DistillationKL.apply(
+        draft, head.lm_head.weight, teacher, target.lm_head.weight, head.draft_token_ids, temperature
+    )
+    return TrainingLoss(total, counted, supervised.sum(), agreed)
+
+
+def new_head(
+    config: HeadConfig, target: Target, base_layers: Sequence[int] | None = None, seed: int = 0
+) -> SpeculationHead:
+    """A head to train, in float32 on the target's device.
+
+    Its lm_head starts from the target's rows for the draft vocabulary. `base_layers` lists one target layer (1-based,
+    as anchors are counted) for each speculation layer to start from; whatever the two have in common is copied.
+    ValueError for a wrong number of layers, one out of range, and a linear-attention layer.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        head = SpeculationHead(config, target.config)
+    rows = target.lm_head.weight.detach().float().cpu()
+    with torch.no_grad():
+        head.lm_head.weight.copy_(rows if config.draft_token_ids is None else rows[list(config.draft_token_ids)])
+    if base_layers is not None:
+        if len(base_layers) != config.num_spec_layers:
+            raise ValueError(
+                f"spec_init_from_base_layers lists {len(base_layers)} layers, but num_spec_layers is "
+                f"{config.num_spec_layers}: give one a speculation layer"
+            )
+        for layer, number in zip(head.spec_layers, base_layers, strict=True):
+            _integer("an entry of spec_init_from_base_layers", number, 1, target.num_layers)
+            if is_linear_attention(target.config, number - 1):
+                raise ValueError(f"target layer {number} is linear attention: start from a full-attention layer")
+            source = target.layers[number - 1].state_dict()
+            own = layer.state_dict()
+            common = {name: w for name, w in source.items() if name in own and own[name].shape == w.shape}
+            layer.load_state_dict(common, strict=False)
+    return head.float().to(target.device)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,247 @@
+"""Training throughput: the training forward of pipeline_model.py beside the plain form of the same mathematics.
+
+The plain form is what METHOD section 4 says, written down directly: all m*S rows through every layer under a dense
+(m*S)^2 mask, teacher and draft logits at every position, softmax over them, then the supervised ones are picked. Both
+run whole optimisation steps (teacher pass, forward, backward) on the same batch, in turns, in one process each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from pipeline_model import (
+    HeadConfig,
+    SpeculationHead,
+    Target,
+    auto_anchors,
+    depth_types,
+    grouped_attention,
+    new_head,
+    representative_depths,
+    split_layers,
+    teacher_features,
+    training_loss,
+)
+from script_utils import DTYPES, Parser, git_commit, quiet_libraries, resolve_device, run_script
+
+FORMS = ("plain", "ours")
+
+
+def build_parser() -> Parser:
+    parser = Parser(description="Supervised tokens/s and peak memory of training; the last line is one JSON object.")
+    parser.add_argument("--base_model_path", default="checkpoints/SmolLM2-135M-Instruct", help="target model")
+    parser.add_argument("--num_stages", type=int, default=6, help="n")
+    parser.add_argument("--num_spec_layers", type=int, default=2, help="L_s")
+    parser.add_argument("--draft_vocab_size", type=int, default=16384, help="V_d of the reduced vocabulary")
+    parser.add_argument("--batch_size", type=int, default=4, help="sequences a step")
+    parser.add_argument("--length", type=int, default=256, help="tokens a sequence")
+    parser.add_argument("--supervised", type=float, default=0.73, help="share of supervised tokens (ShareGPT has 0.73)")
+    parser.add_argument("--autocast", default="bfloat16", choices=["none", *DTYPES], help="autocast of both forms")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps of each form, after one warm-up")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads")
+    parser.add_argument("--device", default="cpu", help="auto, cpu, cuda or cuda:N")
+    parser.add_argument("--memory_of", choices=FORMS, help=argparse.SUPPRESS)  # runs one form alone, for its peak
+    return parser
+
+
+def plain_mask(anchors, stage_sizes, fill: int, attention_mask: Tensor) -> Tensor:
+    """[B, m*S, m*S] bool for blocks ordered g_{m-1} .. g_0. A dead type's rows see only themselves."""
+    types, depths = depth_types(anchors, stage_sizes), representative_depths(anchors, stage_sizes)
+    num_stages, kinds, length = len(stage_sizes), len(anchors), attention_mask.shape[1]
+    position = torch.arange(length, device=attention_mask.device)
+    distance = position[:, None] - position
+    table = torch.tensor(types, device=attention_mask.device)
+    blocks = []
+    for kind in reversed(range(kinds)):
+        if depths[kind] is None:
+            eye = torch.eye(length, dtype=torch.bool, device=distance.device)
+            blocks.append(torch.cat([eye & (other == kind) for other in reversed(range(kinds))], dim=1))
+            continue
+        wanted = table[(depths[kind] + distance).clamp(0, num_stages)]
+        wanted = torch.where(distance >= fill, kinds - 1, wanted)
+        row = [(distance >= 0) & (wanted == other) for other in reversed(range(kinds))]
+        blocks.append(torch.cat(row, dim=1))
+    real = attention_mask.bool().repeat(1, kinds)
+    mask = torch.cat(blocks) & real[:, None, :]
+    return mask | torch.eye(kinds * length, dtype=torch.bool, device=mask.device)  # padded rows: anything but nothing
+
+
+def plain_loss(head: SpeculationHead, target: Target, batch: dict, stage_sizes, fill: int, temperature: float = 1.0):
+    """(sum of KL * tau^2, counted, supervised, agreed), every intermediate in full."""
+    anchors, ids = head.config.aggr_feature_bound, batch["input_ids"]
+    size, length = ids.shape
+    with torch.no_grad():
+        last, captured = target.forward(ids, anchors)
+        teacher = target.logits(last).float()  # [B, S, V]
+        features = torch.stack([captured[b] for b in anchors], dim=2)
+    kinds = list(reversed(range(len(anchors))))
+    rows = torch.cat([head.aggregate(kind, features) for kind in kinds], dim=1)  # [B, m*S, H]
+    cos, sin = (x[:, :length].repeat(1, len(anchors), 1) for x in target.rope(length))
+    mask = plain_mask(anchors, stage_sizes, fill, batch["attention_mask"])
+    for layer in head.spec_layers:
+        normed = layer.input_layernorm(rows)
+        key, value = layer.keys_values(normed, (cos, sin))
+        query, gate = layer.queries(normed, (cos, sin))
+        pairs = zip(query, key, value, mask, strict=True)
+        attended = [grouped_attention(q[None], k[None], v[None], m, layer.self_attn.scaling) for q, k, v, m in pairs]
+        rows = layer.finish(rows, torch.cat(attended), gate)
+    logits = head.lm_head(target.norm(rows[:, -length:])).float()  # [B, S, V_d]
+
+    best = teacher.argmax(dim=-1)
+    if (draft_ids := head.draft_token_ids) is not None:
+        rank_of = torch.full((teacher.shape[-1],), -1, device=ids.device)
+        rank_of[draft_ids] = torch.arange(len(draft_ids), device=ids.device)
+        teacher, best = teacher[..., draft_ids], rank_of[best]
+    log_p, log_q = (x.div(temperature).log_softmax(dim=-1) for x in (teacher, logits))
+    divergence = (log_p.exp() * (log_p - log_q)).sum(dim=-1) * temperature**2  # [B, S]
+    supervised = torch.zeros_like(best, dtype=torch.bool)
+    supervised[:, :-1] = (batch["labels"][:, 1:] >= 0) & batch["attention_mask"][:, 1:].bool()
+    counted = supervised & (best >= 0)
+    agreed = (logits.argmax(dim=-1) == best) & supervised
+    return divergence[counted].sum(), counted.sum(), supervised.sum(), agreed.sum()
+
+
+def our_loss(head: SpeculationHead, target: Target, batch: dict, stage_sizes, fill: int, temperature: float = 1.0):
+    features, hidden = teacher_features(
+        target, batch["input_ids"], batch["attention_mask"], head.config.aggr_feature_bound
+    )
+    return training_loss(
+        head,
+        target,
+        features,
+        hidden,
+        batch["labels"],
+        batch["attention_mask"],
+        stage_sizes=stage_sizes,
+        fill=fill,
+        temperature=temperature,
+    )
+
+
+class Bench:
+    """One target, one head for each vocabulary, one batch."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args, self.device = args, resolve_device(args.device)
+        # Weights in float32 under autocast, as training has them.
+        self.target = Target.load(args.base_model_path, dtype=torch.float32, device=self.device)
+        self.sizes = split_layers(self.target.num_layers, args.num_stages)
+        vocab = self.target.config.vocab_size
+        self.heads = {"16k": self.head(min(args.draft_vocab_size, vocab)), "full": self.head(vocab)}
+        generator = torch.Generator().manual_seed(0)
+        shape = (args.batch_size, args.length)
+        ids = torch.randint(0, vocab, shape, generator=generator)
+        labels = ids.masked_fill(torch.rand(shape, generator=generator) >= args.supervised, -100)
+        batch = {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}
+        self.batch = {name: tensor.to(self.device) for name, tensor in batch.items()}
+        self.tokens = int((labels[:, 1:] >= 0).sum())
+
+    def head(self, draft_vocab: int) -> SpeculationHead:
+        vocab = self.target.config.vocab_size
+        config = HeadConfig(
+            hidden_size=self.target.config.hidden_size,
+            vocab_size=vocab,
+            num_stages=self.args.num_stages,
+            num_spec_layers=self.args.num_spec_layers,
+            aggr_feature_bound=auto_anchors(self.sizes),
+            draft_vocab_size=draft_vocab,
+            draft_token_ids=None if draft_vocab == vocab else tuple(range(draft_vocab)),
+        )
+        return new_head(config, self.target)
+
+    def step(self, form: str, vocabulary: str) -> tuple[float, float]:
+        """Seconds of one step (teacher, forward, backward), and its loss."""
+        head, loss = self.heads[vocabulary], plain_loss if form == "plain" else our_loss
+        head.zero_grad(set_to_none=True)
+        enabled = self.args.autocast != "none"
+        begun = time.perf_counter()
+        with torch.autocast(self.device.type, DTYPES[self.args.autocast] if enabled else None, enabled=enabled):
+            total, counted, *_ = loss(head, self.target, self.batch, self.sizes, self.args.num_stages)
+        (total / counted).backward()
+        value = float((total / counted).detach())  # waits for the device
+        return time.perf_counter() - begun, value
+
+
+def peak_memory(form: str) -> float:
+    """Bytes that one step of a form needs beyond what was there before it, measured in a process of its own."""
+    command = [sys.executable, *sys.argv, "--memory_of", form]
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        raise ValueError(f"measuring the memory of the {form} form failed: {result.stderr.strip().splitlines()[-1]}")
+    return float(result.stdout.strip().splitlines()[-1])
+
+
+def measure_memory(bench: Bench, form: str) -> None:
+    if bench.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(bench.device)
+        before = torch.cuda.memory_allocated(bench.device)
+        bench.step(form, "16k")
+        print(torch.cuda.max_memory_allocated(bench.device) - before)
+        return
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    bench.step(form, "16k")
+    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+
+
+def main(args: argparse.Namespace) -> None:
+    quiet_libraries()
+    torch.set_num_threads(args.threads)
+    bench = Bench(args)
+    if args.memory_of:
+        return measure_memory(bench, args.memory_of)
+    kinds = [(form, vocabulary) for vocabulary in bench.heads for form in FORMS]
+    seconds: dict[tuple[str, str], list[float]] = {kind: [] for kind in kinds}
+    losses = {}
+    with tqdm(total=(args.steps + 1) * len(kinds) + len(FORMS), desc="train_throughput", unit="step") as bar:
+        for step in range(args.steps + 1):
+            for kind in kinds:
+                lasted, losses[kind] = bench.step(*kind)
+                if step:  # the first one warms up
+                    seconds[kind].append(lasted)
+                bar.update()
+        memory = {}
+        for form in FORMS:
+            memory[form] = peak_memory(form)
+            bar.update()
+    report(args, bench, {kind: statistics.median(values) for kind, values in seconds.items()}, losses, memory)
+
+
+def report(args: argparse.Namespace, bench: Bench, seconds: dict, losses: dict, memory: dict[str, float]) -> None:
+    rate = {kind: bench.tokens / lasted for kind, lasted in seconds.items()}
+    print(f"target    {args.base_model_path}, n = {args.num_stages}, L_s = {args.num_spec_layers}")
+    print(f"batch     {args.batch_size} x {args.length}, {bench.tokens} supervised, autocast {args.autocast}")
+    capability = torch.backends.cpu.get_cpu_capability()
+    print(f"machine   {platform.machine()}, {capability}, {args.threads} threads, {args.device}")
+    print(f"versions  torch {torch.__version__}, commit {git_commit()[:12]}\n")
+    print("| draft vocabulary | form | s a step | supervised tokens/s | loss |\n|---|---|---|---|---|")
+    for (form, vocabulary), lasted in seconds.items():
+        kind = form, vocabulary
+        print(f"| {vocabulary} | {form} | {lasted:.2f} | {rate[kind]:.0f} | {losses[kind]:.4f} |")
+    print(f"\npeak memory of a step, 16k: plain {memory['plain'] / 1e6:.0f} MB, ours {memory['ours'] / 1e6:.0f} MB")
+    result = {
+        "speedup_16k": round(rate["ours", "16k"] / rate["plain", "16k"], 3),
+        "speedup_full": round(rate["ours", "full"] / rate["plain", "full"], 3),
+        "tokens_per_s_16k": round(rate["ours", "16k"], 1),
+        "peak_memory_ratio": round(memory["ours"] / memory["plain"], 3),
+        "autocast": args.autocast,
+        "threads": args.threads,
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    run_script(main, build_parser())

@@ -12,7 +12,7 @@ INSTALLED := $(VENV)/requirements.stamp
 
 DEMO_TARGET := checkpoints/SmolLM2-135M-Instruct
 DEMO_HEAD := checkpoints/speculation_head_demo.pt
-TRAIN_DEMO_HEAD = echo "$(DEMO_HEAD) is missing: restore it with git checkout -- $(DEMO_HEAD)" >&2; exit 2
+TRAIN_DEMO_HEAD = $(RUN) checkpoints/train_demo_head.py --base_model_path $(DEMO_TARGET) --output $(DEMO_HEAD)
 
 .PHONY: help demo demo_target test lint clean
 .DELETE_ON_ERROR:

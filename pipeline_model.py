@@ -854,7 +854,7 @@ class SpeculationHead(nn.Module):
 # supervised positions go on to MLP, norm, lm_head and loss, in chunks again.
 
 QUERY_CHUNK = 128  # positions whose queries share one gathered set of keys
-LOSS_CHUNK = 512  # supervised positions whose logits exist at the same time
+LOSS_CHUNK = 128  # supervised positions whose logits exist at the same time
 
 
 class TrainingLoss(NamedTuple):
@@ -1005,7 +1005,8 @@ class _DistillationKL(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad, *_):
         draft_grad, weight_grad = ctx.saved_tensors
-        return draft_grad * grad, weight_grad * grad, None, None, None, None
+        # In place: these are this node's own, and the graph is walked once.
+        return draft_grad.mul_(grad), weight_grad.mul_(grad), None, None, None, None
 
 
 @torch.no_grad()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import resource
 import statistics
 import subprocess
 import sys
@@ -83,7 +82,7 @@ def plain_mask(anchors, stage_sizes, fill: int, attention_mask: Tensor) -> Tenso
 def plain_loss(head: SpeculationHead, target: Target, batch: dict, stage_sizes, fill: int, temperature: float = 1.0):
     """(sum of KL * tau^2, counted, supervised, agreed), every intermediate in full."""
     anchors, ids = head.config.aggr_feature_bound, batch["input_ids"]
-    size, length = ids.shape
+    length = ids.shape[1]
     with torch.no_grad():
         last, captured = target.forward(ids, anchors)
         teacher = target.logits(last).float()  # [B, S, V]
@@ -186,15 +185,24 @@ def peak_memory(form: str) -> float:
 
 
 def measure_memory(bench: Bench, form: str) -> None:
+    with torch.no_grad():  # weights are mapped from their file: bring them in, they are not the step's
+        bench.target.logits(bench.target.forward(bench.batch["input_ids"][:, :4], ())[0])
     if bench.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(bench.device)
         before = torch.cuda.memory_allocated(bench.device)
         bench.step(form, "16k")
         print(torch.cuda.max_memory_allocated(bench.device) - before)
         return
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    Path("/proc/self/clear_refs").write_text("5")  # Linux: forget the peak so far
+    before = process_kilobytes("VmRSS")
     bench.step(form, "16k")
-    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+    print((process_kilobytes("VmHWM") - before) * 1024)
+
+
+def process_kilobytes(field: str) -> int:
+    """A memory figure of this process, from Linux's /proc: VmRSS now, VmHWM at its peak."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field))
 
 
 def main(args: argparse.Namespace) -> None:

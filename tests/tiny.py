@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, set_seed
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, set_seed
 from transformers.models.llama import LlamaConfig
 from transformers.models.qwen2 import Qwen2Config
 from transformers.models.qwen3 import Qwen3Config
@@ -43,26 +46,28 @@ LINEAR = {
     "partial_rotary_factor": 0.5,
 }
 FAMILIES: dict[str, Callable] = {
-    "llama": lambda **kw: LlamaConfig(**SHARED, **kw),
-    "qwen2": lambda **kw: Qwen2Config(**{k: v for k, v in SHARED.items() if k != "head_dim"}, **kw),
-    "qwen3": lambda **kw: Qwen3Config(**SHARED, **kw),
-    "qwen3_moe": lambda **kw: Qwen3MoeConfig(**SHARED, **MOE, **kw),
-    "qwen3_5": lambda **kw: Qwen3_5TextConfig(**SHARED, **LINEAR, **kw),
+    "llama": lambda **kw: LlamaConfig(**SHARED | kw),
+    "qwen2": lambda **kw: Qwen2Config(**{k: v for k, v in SHARED.items() if k != "head_dim"} | kw),
+    "qwen3": lambda **kw: Qwen3Config(**SHARED | kw),
+    "qwen3_moe": lambda **kw: Qwen3MoeConfig(**SHARED | MOE | kw),
+    "qwen3_5": lambda **kw: Qwen3_5TextConfig(**SHARED | LINEAR | kw),
     "qwen3_5_moe": lambda **kw: Qwen3_5MoeTextConfig(
-        **{k: v for k, v in SHARED.items() if k != "intermediate_size"},
-        **MOE,
-        **LINEAR,
-        shared_expert_intermediate_size=24,
-        **kw,
+        **{k: v for k, v in SHARED.items() if k != "intermediate_size"}
+        | MOE
+        | LINEAR
+        | {"shared_expert_intermediate_size": 24}
+        | kw
     ),
 }
 
 
-def tiny_model(family: str, *, layers: int = 4, tied: bool = False, seed: int = 0) -> PreTrainedModel:
+def tiny_model(
+    family: str, *, layers: int = 4, tied: bool = False, seed: int = 0, attention: str = "sdpa", **config_fields
+) -> PreTrainedModel:
     """A random float32 model of a family; the same one for the same arguments."""
     set_seed(seed)
-    config = FAMILIES[family](num_hidden_layers=layers, tie_word_embeddings=tied)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    config = FAMILIES[family](num_hidden_layers=layers, tie_word_embeddings=tied, **config_fields)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
     with torch.no_grad():  # norms that do something
         for name, weight in model.named_parameters():
             if "norm" in name:
@@ -82,6 +87,22 @@ def hf_greedy(
     settings = {"max_new_tokens": count, "do_sample": False, "eos_token_id": eos, "pad_token_id": 0}
     output = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
     return output[0, len(prompt) :].tolist()
+
+
+def random_prompt(length: int, seed: int = 0, vocab: int = VOCAB) -> list[int]:
+    return random.Random(seed).choices(range(vocab), k=length)
+
+
+@torch.no_grad()
+def layer_outputs(model: PreTrainedModel, tokens: Sequence[int]) -> list[Tensor]:
+    """h_0 .. h_L of a sequence, each [S, H], by hooks in one plain pass: h_L comes before the final norm."""
+    states: list[Tensor] = []
+    modules = [model.model.embed_tokens, *model.model.layers]
+    hooks = [module.register_forward_hook(lambda _m, _i, output: states.append(output[0])) for module in modules]
+    model(torch.tensor([tokens]), use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return states
 
 
 def tiny_head(
@@ -116,12 +137,13 @@ def spd_decoder(target: Target, head: SpeculationHead, *, use_deepest: bool | No
 class ScriptedDrafter:
     """Drafts what a function says: `choose(path) -> ids, best first`, for the token behind the chain `path`.
 
-    The path is the whole sequence so far, prompt included, with this frontier node's own chain at its end.
+    The path is the whole sequence so far, prompt included, with this frontier node's own chain at its end. Instead of
+    ids, which get logits 0, -1, -2 and so on, the function can return a mapping of ids to logits.
     """
 
     draft_token_ids = None
 
-    def __init__(self, choose: Callable[[list[int]], Sequence[int]], vocab: int = VOCAB):
+    def __init__(self, choose: Callable[[list[int]], Sequence[int] | Mapping[int, float]], vocab: int = VOCAB):
         self._choose, self._vocab = choose, vocab
         self._prompt: list[int] = []
 
@@ -148,11 +170,45 @@ class ScriptedDrafter:
             while node.position > tree.root.position:
                 chain.append(node.token)
                 node = node.parent
-            for rank, token in enumerate(self._choose(self._sequence + chain[::-1])):
-                logits[row, token] = -float(rank)
+            chosen = self._choose(self._sequence + chain[::-1])
+            if not isinstance(chosen, Mapping):
+                chosen = {token: -float(rank) for rank, token in enumerate(chosen)}
+            for token, logit in chosen.items():
+                logits[row, token] = logit
         return logits
 
 
 def scripted_decoder(target: Target, stage_sizes, prompt, choose, **settings) -> Decoder:
     drafter = ScriptedDrafter(choose, target.config.vocab_size).with_prompt(prompt)
     return Decoder(LocalExecutor(target, stage_sizes), drafter, **settings)
+
+
+def oracle(sequence: Sequence[int], *, rank: Callable[[int], int] = lambda position: 0, width: int = 1) -> Callable:
+    """A `choose` for ScriptedDrafter: at each position the sequence's token, at place `rank(position)` of `width`.
+
+    The other places have wrong tokens; a rank outside 0 .. width - 1 makes them all wrong.
+    """
+
+    def choose(path: list[int]) -> list[int]:
+        right = sequence[len(path)]
+        chosen = [(right + 1 + place) % VOCAB for place in range(width)]
+        if 0 <= rank(len(path)) < width:
+            chosen[rank(len(path))] = right
+        return chosen
+
+    return choose
+
+
+def save_target(
+    folder: str | Path, family: str = "llama", *, generation_fields: Mapping | None = None, **kwargs
+) -> PreTrainedModel:
+    """A tiny target with a word-by-word tokenizer ("w0 w1 ..."), saved as users have them: a folder."""
+    model = tiny_model(family, **kwargs)
+    for name, value in (generation_fields or {}).items():
+        setattr(model.generation_config, name, value)
+    model.save_pretrained(folder)
+    words = {f"w{index}": index for index in range(model.config.vocab_size)}
+    backend = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="w0").save_pretrained(folder)
+    return model

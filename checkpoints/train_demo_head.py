@@ -1,0 +1,93 @@
+"""Train a small head in about two minutes, so that `make demo` has one to show.
+
+The target answers a handful of prompts (demo_prompts.txt), and the head is trained on those answers again and again.
+It knows these answers and little else: what the demo shows is the pipeline at work, not what a trained head reaches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import train
+from pipeline_inference import load_tokenizer
+from pipeline_model import CHECKPOINT_NAME, Target
+from script_utils import Parser, atomic_open, quiet_libraries, run_script
+
+HERE = Path(__file__).parent
+
+
+def build_parser() -> Parser:
+    parser = Parser(description="Train the demo head on the target's own answers to a handful of prompts.")
+    parser.add_argument("--base_model_path", default=str(HERE / "SmolLM2-135M-Instruct"), help="target model")
+    parser.add_argument("--prompts", type=Path, default=HERE / "demo_prompts.txt", help="one prompt a line")
+    parser.add_argument("--output", type=Path, default=HERE / "speculation_head_demo.pt", help="head to write")
+    parser.add_argument("--num_stages", type=int, default=6, help="n")
+    parser.add_argument("--answer_tokens", type=int, default=80, help="new tokens of an answer at most")
+    parser.add_argument("--minutes", type=float, default=1.7, help="training time")
+    return parser
+
+
+def answers(target: Target, tokenizer, prompts: list[str], count: int) -> list[str]:
+    """The target's greedy answers, all prompts in one batch."""
+    turns = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    texts = [tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False) for turn in turns]
+    batch = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
+    with torch.inference_mode():
+        ids = target.model.generate(**batch, max_new_tokens=count, do_sample=False)
+    return tokenizer.batch_decode(ids[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def main(args: argparse.Namespace) -> None:
+    quiet_libraries()
+    if not args.prompts.is_file():
+        raise ValueError(f"--prompts is {str(args.prompts)!r}: no such file; give a text file with one prompt a line")
+    prompts = args.prompts.read_text(encoding="utf-8").split("\n")
+    prompts = [prompt for prompt in prompts if prompt.strip()]
+    print(f"No trained head yet: making a small one from the target's answers to {len(prompts)} prompts, in about")
+    print(f"{args.minutes + 0.5:.0f} minutes. It will know these answers and little else.", flush=True)
+    target = Target.load(args.base_model_path)
+    tokenizer = load_tokenizer(args.base_model_path)
+    with tempfile.TemporaryDirectory() as folder:
+        data = Path(folder) / "answers.jsonl"
+        with atomic_open(data) as file:
+            for prompt, answer in zip(prompts, answers(target, tokenizer, prompts, args.answer_tokens), strict=True):
+                turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+                file.write(json.dumps({"messages": turns}, ensure_ascii=False) + "\n")
+        del target
+        third = json.loads((Path(args.base_model_path) / "config.json").read_text())["num_hidden_layers"]
+        flags = {
+            "model_name": args.base_model_path,
+            "data_path": data,
+            "output_dir": Path(folder) / "run",
+            "draft_vocab_json": HERE.parent / "draft_vocab" / "sharegpt_smollm2_top_16k.json",
+            "num_stages": args.num_stages,
+            "spec_init_from_base_layers": f"{third // 2},{third - 1}",
+            "max_minutes": args.minutes,
+            "epochs": 30,
+            "batch_size": 4,
+            "gradient_accumulation_steps": 1,
+            "optimizer": "muon",
+            "lr": 4e-3,
+            "warmup_steps": 5,
+            "val_fraction": 0,
+            "cache_dir": Path(folder) / "cache",
+        }
+        command = [item for name, value in flags.items() for item in (f"--{name}", str(value))]
+        code = train.main(train.build_parser().parse_args(command))
+        if code:
+            raise ValueError(f"training ended with exit code {code}")
+        with atomic_open(args.output, "wb") as file:
+            file.write((Path(folder) / "run" / CHECKPOINT_NAME).read_bytes())
+    print(f"Head written to {args.output}")
+
+
+if __name__ == "__main__":
+    run_script(main, build_parser())

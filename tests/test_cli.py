@@ -1,0 +1,447 @@
+"""The command line, its output, its trace and its errors; and the timeline that both stand on."""
+
+import json
+import re
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import GPT2Config
+
+import pipeline_inference
+import timeline
+from pipeline_inference import Demo, Verdict, build_parser, main
+from pipeline_model import CHECKPOINT_NAME, Target, load_head, save_head
+from script_utils import atomic_open, run_script
+from tests.tiny import hf_greedy, save_target, spd_decoder, tiny_head, tiny_target
+from timeline import DRAFT, VERIFY, Span, Timeline, stage_row, write_trace
+
+PROMPT = "w5 w17 w3"
+IDS = [5, 17, 3]
+STANDARD = re.compile(r"^\[standard\] (\d+) tokens \((\w+)\), [\d.]+ tokens/s, (\d+) cycles$", re.M)
+PIPELINE = re.compile(
+    r"^\[pipeline\] (\d+) tokens \((\w+)\), [\d.]+ tokens/s, (\d+) cycles, n = (\d+), "
+    r"alpha ([\d.]+) \((\d+)/(\d+)\), L_acc ([\d.]+), theoretical speed-up ([\d.]+)x$",
+    re.M,
+)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A folder with a target, a head for it, and checkpoints that are wrong in one way each."""
+    folder = tmp_path_factory.mktemp("files")
+    save_target(folder / "target")
+    target = Target.load(str(folder / "target"))
+    save_head(tiny_head(target, (1, 3)), folder / "head" / CHECKPOINT_NAME)
+    payload = torch.load(folder / "head" / CHECKPOINT_NAME, weights_only=True)
+
+    def changed(name, **fields):
+        torch.save(payload | {"config": payload["config"] | fields}, folder / name)
+
+    changed("version.pt", version=9)
+    changed("hidden.pt", hidden_size=64)
+    changed("stages.pt", num_stages=5, stage_layers=[1, 1, 1, 1, 1])
+    changed("family.pt", model_type="qwen3")
+    save_head(tiny_head(tiny_target("llama", vocab_size=67), (2, 2)), folder / "vocabulary.pt")
+    whole = (folder / "head" / CHECKPOINT_NAME).read_bytes()
+    (folder / "truncated.pt").write_bytes(whole[: len(whole) // 2])
+    (folder / "gpt2").mkdir()
+    GPT2Config(n_layer=1, n_head=1, n_embd=8, bos_token_id=0, eos_token_id=0).save_pretrained(folder / "gpt2")
+    save_target(folder / "no_tokenizer")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / "no_tokenizer" / name).unlink()
+    return folder
+
+
+def arguments(files, *flags, head=True, prompts=(PROMPT,)):
+    base = ["--base_model_path", str(files / "target"), "--max_new_tokens", "12", "--device", "cpu"]
+    return [*base, *(["--spec_head_ckpt", str(files / "head")] if head else []), *flags, "--prompt", *prompts]
+
+
+def run(capsys, *args, **kwargs):
+    """Exit code and standard output of a run that must not complain."""
+    code = main(build_parser().parse_args(arguments(*args, **kwargs)))
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return code, captured.out
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Output
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flags", [[], ["--draft_top_k", "4", "--verify_lag", "1"], ["--no-use_deepest"]], ids=str)
+def test_both_generations_are_shown(files, capsys, flags):
+    """Guards against numbers that are not those of the run: text, tokens, cycles, alpha, L_acc, speed-up, equality."""
+    code, out = run(capsys, files, *flags)
+    assert code == 0
+    target = Target.load(str(files / "target"))
+    settings = {"draft_top_k": 4, "verify_lag": 1} if "4" in flags else {}
+    decoder = spd_decoder(target, load_head(files / "head", target), use_deepest=not flags or "4" in flags, **settings)
+    result = decoder.generate(IDS, 12)
+    text = " ".join(f"w{token}" for token in hf_greedy(target.model, IDS, 12))
+
+    assert f"Prompt 1/1: {PROMPT}" in out
+    assert STANDARD.search(out).groups() == ("12", "length", "11")
+    tokens, reason, cycles, stages, alpha, accepted, verified, length, speedup = PIPELINE.search(out).groups()
+    assert (tokens, reason, cycles, stages) == ("12", "length", str(result.cycles), "2")
+    assert (accepted, verified) == (str(result.n_accepted), "11")
+    assert alpha == f"{result.n_accepted / 11:.2f}"
+    assert length == f"{4 / 3 * 11 / result.cycles:.2f}"
+    assert speedup == length  # two speculation layers hide behind a stage of three
+    assert out.count(text) == 2
+    assert "[compare] ids are equal (12 tokens)" in out
+    assert "\033" not in out
+
+
+def test_works_without_a_head(files, capsys):
+    """Guards against a demo that needs what the user does not have yet."""
+    code, out = run(capsys, files, head=False)
+    assert code == 0
+    assert STANDARD.search(out)
+    assert "[pipeline]" not in out
+    assert "[compare]" not in out
+
+
+def test_several_prompts(files, capsys):
+    """Guards against prompts after the first that are lost or run into each other's state."""
+    code, out = run(capsys, files, "--prompt", "w9", prompts=["w5 w17 w3", "w5 w17 w3"])
+    assert code == 0
+    assert re.findall(r"Prompt (\d/3): (.*)", out) == [("1/3", "w9"), ("2/3", PROMPT), ("3/3", PROMPT)]
+    found = [match[:3] + match[4:] for match in PIPELINE.findall(out)]
+    assert len(found) == 3
+    assert found[1] == found[2]
+    assert out.count("[compare] ids are equal") == 3
+
+
+def test_sampling_is_not_compared(files, capsys):
+    """Guards against calling two samples different, and against settings that reach only one of the two."""
+    flags = ["--temperature", "1.0", "--top_k", "20", "--top_p", "0.9"]
+    outputs = [run(capsys, files, *flags, "--seed", seed) for seed in ("0", "0", "1")]
+    texts = [re.findall(r"^(?:w\d+ ?)+$", out, re.M) for _, out in outputs]
+    assert all(code == 0 and "[compare] not compared (sampled" in out for code, out in outputs)
+    assert texts[0] == texts[1]
+    assert texts[0][0] != texts[2][0]  # the baseline samples
+    assert texts[0][1] != texts[2][1]  # and the pipeline
+    greedy_text = " ".join(f"w{token}" for token in hf_greedy(tiny_target("llama").model, IDS, 12))
+    assert greedy_text not in texts[0]
+
+
+def test_unverified_drafts_are_not_compared(files, capsys):
+    """Guards against `--no-verify` that verifies, or reports the drafter's text as the target's."""
+    code, out = run(capsys, files, "--no-verify")
+    assert code == 0
+    assert "[compare] not compared (drafts were not verified)" in out
+    assert PIPELINE.search(out)[5] == "1.00"
+
+
+def test_a_pipeline_that_differs_is_reported(files, capsys, monkeypatch):
+    """Guards against a comparison that says equal, or an exit code that hides a difference in float32."""
+    monkeypatch.setattr(
+        pipeline_inference,
+        "verify",
+        lambda logits, candidates, *_: Verdict(candidates[0], 0) if candidates else Verdict(int(logits.argmax()), None),
+    )
+    code, out = run(capsys, files)
+    assert code == 1
+    gap = re.search(r"\[compare\] ids DIFFER from token 1: logit gap ([\d.e+-]+) between the two, torch.float32", out)
+    assert float(gap[1]) > 0
+    code, _ = run(capsys, files, "--dtype", "bfloat16")
+    assert code == 0  # rounding can do that in bfloat16
+
+
+def test_terminal_shows_accepted_and_corrected_tokens(files, capsys, monkeypatch):
+    """Guards against colours in pipes, and colours that do not follow the accepted flags."""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    _, out = run(capsys, files)
+    runs = re.findall(r"\033\[(3[23])m([^\033]*)\033\[0m", out)
+    target = Target.load(str(files / "target"))
+    result = spd_decoder(target, load_head(files / "head", target)).generate(IDS, 12)
+    colours = [
+        (f"w{token}", "32" if flag else "33") for token, flag in zip(result.tokens, result.accepted, strict=True)
+    ]
+    assert [(word, colour) for colour, text in runs for word in text.split()] == colours
+    assert {colour for colour, _ in runs} == {"32", "33"}
+    monkeypatch.setenv("NO_COLOR", "1")
+    _, out = run(capsys, files)
+    assert "\033" not in out
+
+
+def test_prompts_are_user_turns_where_there_is_a_template(files, tmp_path, capsys):
+    """Guards against a chat model that gets bare text, and against `--no-chat_template` that is ignored."""
+    save_target(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config["chat_template"] = "{% for m in messages %}w1 {{ m.content }} w2{% endfor %}"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    for flags, expected in [([], [1, 5, 17, 3, 2]), (["--no-chat_template"], [5, 17, 3])]:
+        demo = Demo(build_parser().parse_args(["--base_model_path", str(tmp_path), *flags, "--prompt", PROMPT]))
+        assert demo.encode(PROMPT) == expected
+
+
+def test_end_tokens_of_the_target_are_used(tmp_path, capsys):
+    """Guards against a demo that knows only one end token, or runs on behind it."""
+    tokens = hf_greedy(tiny_target("llama").model, IDS, 12)
+    save_target(tmp_path, generation_fields={"eos_token_id": [60, tokens[4]]})
+    assert main(build_parser().parse_args(["--base_model_path", str(tmp_path), "--prompt", PROMPT])) == 0
+    assert STANDARD.search(capsys.readouterr().out)[2] == "eos"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Trace
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def read_trace(path):
+    """Slices of a trace by process, with the name of their row put in."""
+    events = json.loads(path.read_text())["traceEvents"]
+    rows = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    slices = defaultdict(list)
+    for event in events:
+        if event["ph"] == "X":
+            slices[processes[event["pid"]]].append(event | {"row": rows[event["pid"], event["tid"]]})
+    return slices
+
+
+def test_trace_shows_every_stage_in_every_cycle(files, tmp_path, capsys):
+    """Guards against slices on the wrong row or cycle, and outcomes that are not what became of the token."""
+    path = tmp_path / "new" / "trace.json"
+    code, out = run(capsys, files, "--trace", str(path), prompts=[PROMPT, "w8 w2"])
+    assert code == 0
+    assert str(path) in out
+    traces = read_trace(path)
+    assert list(traces) == ["prompt 1", "prompt 2"]
+    target = Target.load(str(files / "target"))
+    for slices, prompt in zip(traces.values(), (IDS, [8, 2]), strict=True):
+        check_trace(slices, prompt, spd_decoder(target, load_head(files / "head", target)).generate(prompt, 12))
+
+
+def check_trace(slices, prompt, result):
+    by_row = Counter(event["row"] for event in slices)
+    assert set(by_row) == {DRAFT, "stage 0", "stage 1", VERIFY}
+    assert by_row[VERIFY] == result.n_verified
+    assert len({(event["row"], event["args"]["cycle"]) for event in slices}) == len(slices)  # at most one a cycle
+    assert {event["args"]["cycle"] for event in slices} == set(range(result.cycles))
+
+    emitted = dict(enumerate(result.tokens, start=len(prompt)))
+    flags = dict(enumerate(result.accepted, start=len(prompt)))
+    for stage in (0, 1):
+        ran = [event for event in slices if event["row"] == stage_row(stage)]
+        stayed = [event for event in ran if event["args"]["outcome"] != "flushed"]
+        # Every emitted token passes every stage once, but for the last ones, which nothing waits for.
+        positions = [event["args"]["position"] for event in stayed]
+        assert len(set(positions)) == len(positions)
+        assert set(range(len(prompt), len(prompt) + len(result.tokens) - 1)) <= set(positions)
+        for event in stayed:
+            position = event["args"]["position"]
+            assert event["name"] == f"w{emitted[position]}"
+            assert event["args"]["outcome"] == ("accepted" if flags[position] else "corrected")
+            assert event["args"]["candidates"] == 1
+        # A wrong draft is in stage 0 when that shows; it never comes to stage 1.
+        assert (len(ran) > len(stayed)) == (stage == 0)
+
+
+def test_trace_counts_the_candidates_of_a_tree(files, tmp_path, capsys):
+    """Guards against a trace that knows only chains."""
+    path = tmp_path / "trace.json"
+    run(capsys, files, "--trace", str(path), "--draft_top_k", "3")
+    (slices,) = read_trace(path).values()
+    assert {event["args"]["candidates"] for event in slices if event["row"] == DRAFT} == {3}
+    assert {event["args"]["candidates"] for event in slices if event["row"] == "stage 0"} >= {1, 3}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Bad input
+# ---------------------------------------------------------------------------------------------------------------------
+
+BAD_FLAGS = [
+    (["--temperature", "-1"], "temperature is -1.0"),
+    (["--temperature", "nan"], "temperature is nan"),
+    (["--temperature", "warm"], "invalid float value: 'warm'"),
+    (["--top_p", "0"], "top_p is 0.0"),
+    (["--top_p", "1.5"], "top_p is 1.5"),
+    (["--top_p", "nan"], "top_p is nan"),
+    (["--top_k", "-1"], "top_k is -1"),
+    (["--draft_top_k", "0"], "draft_top_k is 0"),
+    (["--verify_lag", "2"], "verify_lag"),
+    (["--max_new_tokens", "0"], "max_new_tokens is 0"),
+    (["--max_new_tokens", "254"], "prompt (3 tokens) and max_new_tokens (254) pass the target's limit of 256"),
+    (["--device", "abacus"], "--device is 'abacus'"),
+    (["--device", "cuda:99"], "--device is 'cuda:99'"),
+    (["--dtype", "float8"], "float8"),
+    (["--prompt", "", "--prompt", PROMPT], "the prompt '' is empty"),
+    (["--prompt", " \t ", "--prompt", PROMPT], "is empty"),
+    (["--attn_implementation", "flash_attention_2", "--draft_top_k", "2"], "use sdpa"),
+    (["--unknown_flag", "1"], "unknown_flag"),
+]
+BAD_FILES = [
+    ("--spec_head_ckpt", "missing.pt", "no head checkpoint at"),
+    ("--spec_head_ckpt", "truncated.pt", "no readable head checkpoint"),
+    ("--spec_head_ckpt", "target", f"no head checkpoint at '{{files}}/target/{CHECKPOINT_NAME}'"),
+    ("--spec_head_ckpt", "target/model.safetensors", "is not a head checkpoint"),
+    ("--spec_head_ckpt", "version.pt", "version is 9"),
+    ("--spec_head_ckpt", "hidden.pt", "hidden_size 64"),
+    ("--spec_head_ckpt", "vocabulary.pt", "vocab_size 67"),
+    ("--spec_head_ckpt", "family.pt", "model_type qwen3"),
+    ("--spec_head_ckpt", "stages.pt", "num_stages is 5, but the target has 4 layers"),
+    ("--base_model_path", "nothing/here", "no target model at"),
+    ("--base_model_path", "gpt2", "model type 'gpt2' is not supported"),
+    ("--base_model_path", "no_tokenizer", "no tokenizer at"),
+]
+
+
+def refusal(argv, capsys, monkeypatch):
+    """The one line on standard error of a run that must end with exit code 2."""
+    monkeypatch.setattr(sys, "argv", ["pipeline_inference.py", *argv])
+    with pytest.raises(SystemExit) as caught:
+        run_script(main, build_parser())
+    assert caught.value.code == 2
+    message = capsys.readouterr().err
+    assert message.endswith("\n")
+    assert message.count("\n") == 1
+    return message
+
+
+@pytest.mark.parametrize(("flags", "complaint"), BAD_FLAGS, ids=[" ".join(flags) for flags, _ in BAD_FLAGS])
+def test_bad_flags_are_refused_in_one_line(files, tmp_path, capsys, monkeypatch, flags, complaint):
+    """Guards against tracebacks, usage screens, exit code 0 or 1, and a trace of a run that did not happen."""
+    trace = tmp_path / "trace.json"
+    message = refusal(arguments(files, *flags, "--trace", str(trace)), capsys, monkeypatch)
+    assert complaint in message
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("flag", "name", "complaint"), BAD_FILES, ids=[name for _, name, _ in BAD_FILES])
+def test_bad_files_are_refused_in_one_line(files, tmp_path, capsys, monkeypatch, flag, name, complaint):
+    """Guards against the same for files that are missing, broken or made for another target."""
+    argv = arguments(files, flag, str(files / name), "--trace", str(tmp_path / "trace.json"))
+    assert complaint.format(files=files) in refusal(argv, capsys, monkeypatch)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_just_fitting_generation_runs(files, capsys):
+    """Guards against a position limit that is one off."""
+    code, out = run(capsys, files, "--max_new_tokens", "253", head=False)
+    assert code == 0
+    assert STANDARD.search(out)[1] == "253"
+
+
+def test_exit_code_of_the_real_process(files):
+    """Guards against an exit code that only holds inside the test process."""
+    script = Path(pipeline_inference.__file__)
+    argv = arguments(files, "--temperature", "-1")
+    done = subprocess.run([sys.executable, str(script), *argv], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        "pipeline_inference.py: error: temperature is -1.0: it must be 0 (greedy) or a positive number"
+    ]
+    assert done.stdout == ""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Timeline
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """A clock that moves only when told to."""
+
+    def __init__(self, monkeypatch):
+        self.now = 100.0
+        monkeypatch.setattr(timeline.time, "perf_counter", lambda: self.now)
+
+    def spend(self, line, row, seconds):
+        with line.span(row):
+            self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    return Clock(monkeypatch)
+
+
+def test_ideal_time_has_a_device_for_each_stage_and_the_head(clock):
+    """Guards against an ideal time other than the sum over cycles of max(stages, draft) + verify."""
+    line = Timeline(torch.device("cpu"))
+    cycles = [
+        {DRAFT: 5, "stage 1": 2, "stage 0": 3, VERIFY: 2},  # the head is slowest
+        {DRAFT: 1, "stage 1": 2, "stage 0": 7, VERIFY: 4},
+        {"stage 0": 1},  # nothing drafted or verified while the pipeline fills
+        {DRAFT: 1, "stage 0": 1, VERIFY: 9},  # verification is the longest
+        {},
+    ]
+    for cycle in cycles:
+        for row, seconds in cycle.items():
+            clock.spend(line, row, seconds)
+        line.end_cycle()
+    timings = line.finish(prefill=1.5, decode=99.0, num_stages=2, verify_lag=0)
+    assert timings.ideal_decode == (5 + 2) + (7 + 4) + 1 + (1 + 9)
+    assert (timings.prefill, timings.decode) == (1.5, 99.0)
+    assert timings.stages == [12, 4]
+    assert (timings.draft, timings.verify) == (7, 15)
+    lagged = line.finish(prefill=0.0, decode=0.0, num_stages=2, verify_lag=1)
+    assert lagged.ideal_decode == 5 + 7 + 1 + 9
+    assert line.spans == []
+
+
+def test_a_row_entered_twice_counts_twice(clock):
+    """Guards against the second part of a cycle's work replacing the first."""
+    line = Timeline(torch.device("cpu"), keep_spans=True)
+    clock.spend(line, "stage 0", 2)
+    clock.spend(line, DRAFT, 3)
+    clock.spend(line, "stage 0", 2)
+    line.end_cycle()
+    clock.spend(line, VERIFY, 1)
+    line.end_cycle()
+    assert line.finish(prefill=0, decode=0, num_stages=1, verify_lag=0).ideal_decode == 4 + 1
+    assert line.spans == [
+        Span("stage 0", 0, 0, 2),
+        Span(DRAFT, 0, 2, 3),
+        Span("stage 0", 0, 5, 2),
+        Span(VERIFY, 1, 7, 1),
+    ]
+
+
+def test_timings_of_a_generation(files):
+    """Guards against stages, head or verification that are not timed, or timed into each other."""
+    target = Target.load(str(files / "target"))
+    result = spd_decoder(target, load_head(files / "head", target)).generate(IDS, 20)
+    timings = result.timings
+    parts = [*timings.stages, timings.draft, timings.verify]
+    assert len(timings.stages) == 2
+    assert min(parts) > 0
+    assert sum(parts) < timings.decode
+    assert max(parts) <= timings.ideal_decode < sum(parts)
+    assert result.tokens_per_second == 19 / timings.decode
+
+
+def test_trace_rows_are_in_the_order_of_the_pipeline(tmp_path):
+    """Guards against rows sorted as text, stage 10 before stage 2, and times in other units than microseconds."""
+    rows = [VERIFY, *map(stage_row, (10, 2, 0)), DRAFT]
+    spans = [(Span(row, cycle, 0.5, 0.25), {"name": "x", "position": 4}) for cycle, row in enumerate(rows)]
+    write_trace(tmp_path / "trace.json", {"heading": spans})
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = sorted((e["tid"], e["args"]["name"]) for e in events if e["name"] == "thread_name")
+    assert [name for _, name in names] == [DRAFT, "stage 0", "stage 2", "stage 10", VERIFY]
+    slices = [event for event in events if event["ph"] == "X"]
+    assert [(e["ts"], e["dur"], e["args"]) for e in slices] == [
+        (5e5, 2.5e5, {"cycle": cycle, "position": 4}) for cycle in range(5)
+    ]
+
+
+def test_half_written_files_never_appear(tmp_path):
+    """Guards against a trace or checkpoint that is half there, or half new, after an error."""
+    path = tmp_path / "file"
+    path.write_text("old")
+    with pytest.raises(TypeError), atomic_open(path) as file:
+        print("new, but", file=file, end=0)
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+    with atomic_open(path) as file:
+        file.write("new")
+    assert path.read_text() == "new"

@@ -1,0 +1,592 @@
+"""Training end to end on tiny targets: same curve for any number of processes, exact resume, and heads that learn."""
+
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, set_seed
+
+import train
+from conversation_data import PadCollator, load_conversations
+from optimizers import Float32Muon, build_optimizers, lr_factor
+from pipeline_model import CHECKPOINT_NAME, Target, load_head, read_checkpoint
+from tests.tiny import FAMILIES, VOCAB, spd_decoder, tiny_head, tiny_model, tiny_target
+from training_state import (
+    STATE_NAME,
+    DataOrder,
+    StopSignals,
+    draw_fill,
+    list_checkpoints,
+    read_log,
+)
+
+ROOT = Path(train.__file__).parent
+NUMBERS, STRIDES, REPLY = 12, 5, 20  # the language: "stride 3, start 4" is answered with 7 10 1 4 ... modulo 12
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}assistant "
+    "{% generation %}{{ m.content }} <eos> {% endgeneration %}{% else %}user {{ m.content }} {% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}assistant {% endif %}"
+)
+
+
+def make_tokenizer():
+    words = ["[UNK]", "<eos>", "user", "assistant", *map(str, range(NUMBERS)), *(f"s{k}" for k in range(STRIDES + 1))]
+    backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]", eos_token="<eos>")
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def reply(stride, start, length=REPLY):
+    return " ".join(str((start + stride * step) % NUMBERS) for step in range(1, length + 1))
+
+
+def write_language(path, lengths, copies=1):
+    """Every stride and start, with replies whose lengths are taken from `lengths` in turn."""
+    pairs = [(stride, start) for stride in range(1, STRIDES + 1) for start in range(NUMBERS)] * copies
+    with path.open("w") as file:
+        for index, (stride, start) in enumerate(pairs):
+            answer = reply(stride, start, lengths[index % len(lengths)])
+            turns = [("user", f"s{stride} {start}"), ("assistant", answer)]
+            file.write(json.dumps({"messages": [{"role": role, "content": text} for role, text in turns]}) + "\n")
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    """A random target `target`, its tokenizer, `data.jsonl` of 60 conversations of many lengths, a draft vocabulary."""
+    folder = tmp_path_factory.mktemp("train")
+    tiny_model("llama").save_pretrained(folder / "target")
+    make_tokenizer().save_pretrained(folder / "target")
+    write_language(folder / "data.jsonl", [3, 17, 8, 30, 5, 12, 21])
+    (folder / "draft.json").write_text(json.dumps({"vocab_size": VOCAB, "token_ids": list(range(0, VOCAB, 2))}))
+    return folder
+
+
+def arguments(work, output, *more):
+    base = ["--model_name", work / "target", "--data_path", work / "data.jsonl", "--cache_dir", work / "cache"]
+    base += ["--output_dir", output, "--num_stages", 4, "--batch_size", 2, "--gradient_accumulation_steps", 2]
+    base += ["--log_interval", 1, "--warmup_steps", 2, "--lr", 1e-3, "--val_fraction", 0.1, "--max_length", 64]
+    return [str(item) for item in [*base, *more]]
+
+
+def run(work, output, *more):
+    """Train in this process; the exit code."""
+    return train.main(train.build_parser().parse_args(arguments(work, output, *more)))
+
+
+def script_error(work, tmp_path, capsys, *more):
+    """The one line on stderr of a run that must end with exit code 2."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["train.py", *arguments(work, tmp_path / "out", *more)])
+        with pytest.raises(SystemExit) as stopped:
+            train.run_script(train.main, train.build_parser())
+    assert stopped.value.code == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    lines = [line for line in lines if not line.startswith("conversations: ")]  # the data's progress bar
+    assert len(lines) == 1, lines
+    return lines[0]
+
+
+def training_lines(output):
+    return [line for line in read_log(output / "log.jsonl") if "validation" not in line]
+
+
+def comparable(output):
+    """The log without times."""
+    return [
+        {key: value for key, value in line.items() if key not in ("seconds", "tokens_per_s")}
+        for line in read_log(output / "log.jsonl")
+    ]
+
+
+def weights(output):
+    return read_checkpoint(output)[1]
+
+
+def assert_same_weights(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    for name, weight in ours.items():
+        assert torch.equal(weight, theirs[name]), name
+
+
+def launch(processes, *more):
+    """`accelerate launch`, on CPUs, in the background."""
+    options = ["--num_processes", processes, "--num_machines", 1, "--mixed_precision", "no", "--dynamo_backend", "no"]
+    options += ["--multi_gpu", "--main_process_port", 0] if processes > 1 else []  # a free port
+    command = [sys.executable, "-m", "accelerate.commands.launch", *options, ROOT / "train.py", *more]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [str(item) for item in command], env=environment, cwd=ROOT, text=True, stderr=subprocess.PIPE
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Runs
+
+
+def test_same_curve_with_one_and_two_processes(work, tmp_path):
+    """Guards the promise of `accelerate launch`: loss, agreement, counts, learning rates and validation of a global
+    batch do not depend on how many processes share it (weights by rank, a scheduler stepped once per process)."""
+    settings = ["--max_steps", 6, "--optimizer", "muon", "--draft_vocab_json", work / "draft.json"]
+    launched = [
+        launch(n, *arguments(work, tmp_path / str(n), *settings, "--gradient_accumulation_steps", 4 // n))
+        for n in (1, 2)
+    ]
+    for process in launched:
+        _, errors = process.communicate(timeout=300)
+        assert process.returncode == 0, errors
+    one, two = (read_log(tmp_path / name / "log.jsonl") for name in "12")
+    assert json.loads((tmp_path / "2" / "run.json").read_text())["processes"] == 2
+    assert [line["step"] for line in one] == [line["step"] for line in two] == [1, 2, 3, 4, 5, 6, 6]
+    for ours, theirs in zip(one, two, strict=True):
+        assert ours["supervised_tokens"] == theirs["supervised_tokens"]
+        for left, right in zip(ours.get("validation", [ours]), theirs.get("validation", [theirs]), strict=True):
+            assert left["loss"] == pytest.approx(right["loss"], abs=1e-4)
+            assert left["agreement"] == pytest.approx(right["agreement"], abs=1e-4)
+            assert left.get("lr") == right.get("lr")
+            assert left.get("gradient_norm", 0) == pytest.approx(right.get("gradient_norm", 0), rel=1e-4)
+    expected = [1e-3 * factor for factor in (0.5, 1.0, 1.0, 0.75, 0.5, 0.25)]
+    assert [line["lr"] for line in one[:-1]] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_resume_is_exact(work, tmp_path, optimizer):
+    """Guards resuming: a run continued in its second epoch, amid a log interval, ends bit for bit like one that never
+    stopped, log included (optimiser state, data position, draws, counters, window of the log)."""
+    settings = ["--optimizer", optimizer, "--epochs", 2, "--log_interval", 3, "--eval_interval", 8]
+    settings += ["--gradient_accumulation_steps", 3]  # 54 examples, 6 a step: 18 steps
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    assert run(work, whole, *settings, "--save_interval", 11, "--keep_checkpoints", 5) == 0
+    assert [path.name for path in list_checkpoints(whole)] == ["checkpoint-11"]
+    assert training_lines(whole)[-1]["step"] == 18
+    torch.manual_seed(7)  # another process would not have the same random state either
+    checkpoint = whole / "checkpoint-11"
+    assert run(work, resumed, *settings, "--resume_from", checkpoint) == 0
+    assert_same_weights(weights(whole), weights(resumed))
+    assert comparable(whole) == comparable(resumed)
+
+
+def test_signal_stops_after_the_step_and_auto_continues(work, tmp_path, monkeypatch, capsys):
+    """Guards clusters and Ctrl-C: SIGTERM amid a step leaves a checkpoint of a whole step and exit code 143, and
+    `--resume_from auto` then ends where an undisturbed run ends."""
+    settings = ["--max_steps", 5, "--resume_from", "auto"]
+    assert run(work, tmp_path / "whole", *settings) == 0
+
+    load, calls = train.Trainer.load, []
+
+    def interrupted(self, *args):
+        calls.append(None)
+        if len(calls) == 6:  # in the first half of step 3: both micro-batches of a step are loaded one by one
+            os.kill(os.getpid(), signal.SIGTERM)
+        return load(self, *args)
+
+    monkeypatch.setattr(train.Trainer, "load", interrupted)
+    output = tmp_path / "stopped"
+    assert run(work, output, *settings) == 128 + signal.SIGTERM
+    assert [path.name for path in list_checkpoints(output)] == ["checkpoint-3"]
+    assert not (output / CHECKPOINT_NAME).exists()
+    assert "--resume_from auto" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    monkeypatch.setattr(train.Trainer, "load", load)
+    assert run(work, output, *settings) == 0
+    assert_same_weights(weights(tmp_path / "whole"), weights(output))
+    assert comparable(tmp_path / "whole") == comparable(output)
+
+
+def test_second_interrupt_is_immediate():
+    """Guards against a run that cannot be stopped: the second Ctrl-C raises, a launcher's SIGTERM after the first does
+    not."""
+    with StopSignals() as signals:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signals.received == signal.SIGINT
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_half_written_checkpoints_are_never_picked(work, tmp_path, capsys):
+    """Guards atomicity: neither a folder without its state nor the remains of a killed write are resumed from or
+    counted as kept, and the remains go away."""
+    output = tmp_path / "out"
+    settings = ["--save_interval", 1, "--resume_from", "auto"]
+    assert run(work, output, *settings, "--max_steps", 3) == 0
+    assert [path.name for path in list_checkpoints(output)] == ["checkpoint-2", "checkpoint-3"]
+    half, remains = output / "checkpoint-9", output / ".checkpoint-killed" / "new"
+    half.mkdir()
+    shutil.copy(output / CHECKPOINT_NAME, half)
+    shutil.copytree(output / "checkpoint-3", remains)
+    capsys.readouterr()
+    assert run(work, output, *settings, "--max_steps", 4) == 0
+    assert f"{Path('checkpoint-3')} at step 3 of 4" in capsys.readouterr().err
+    assert [path.name for path in list_checkpoints(output)] == ["checkpoint-3", "checkpoint-4"]
+    assert not remains.parent.exists()
+
+    damaged = output / "checkpoint-4" / STATE_NAME
+    damaged.write_bytes(damaged.read_bytes()[:1000])
+    error = script_error(work, tmp_path, capsys, "--max_steps", 5, "--resume_from", damaged.parent)
+    assert "cannot be read" in error
+
+
+def test_checkpoint_write_that_fails_leaves_the_old_one(work, tmp_path, monkeypatch):
+    """Guards against a full disk: when writing a checkpoint again breaks off, the one of that name stays whole."""
+    output = tmp_path / "out"
+    assert run(work, output, "--max_steps", 2, "--save_interval", 2) == 0
+    before = (output / "checkpoint-2" / STATE_NAME).read_bytes()
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("training_state.torch.save", full)
+    with pytest.raises(OSError, match="No space"):
+        train.save_checkpoint(output, 2, load_head(output, Target.load(str(work / "target"))), {}, keep=2)
+    assert (output / "checkpoint-2" / STATE_NAME).read_bytes() == before
+    assert list(output.glob(".checkpoint-*")) == []
+
+
+def test_outputs(work, tmp_path):
+    """Guards what users and papers build on: head in the released format, log, record, curve, and tokens counted."""
+    output = tmp_path / "out"
+    assert run(work, output, "--max_steps", 4, "--eval_interval", 2, "--log_interval", 3) == 0
+    config, _ = read_checkpoint(output)
+    assert (config.version, config.num_stages, config.trained_num_stages) == (11, 4, None)
+    lines = read_log(output / "log.jsonl")
+    assert [(line["step"], "validation" in line) for line in lines] == [(2, True), (3, False), (4, False), (4, True)]
+    assert [(entry["num_stages"], entry["fill"]) for entry in lines[0]["validation"]] == [(4, f) for f in (1, 2, 3, 4)]
+    record = json.loads((output / "run.json").read_text())
+    assert record["outcome"] == "finished"
+    assert record["arguments"]["num_stages"] == [4]
+    assert record["supervised_tokens"] == lines[-1]["supervised_tokens"] > 0
+    assert record["data"]["conversations"] == record["train_examples"] + record["val_examples"] == 60
+    assert (output / "training_curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_time_budget_writes_the_head(work, tmp_path):
+    """Guards `--max_minutes`: the run ends early and cleanly, with a head and a checkpoint to go on from."""
+    output = tmp_path / "out"
+    assert run(work, output, "--max_steps", 10_000, "--max_minutes", 1e-6) == 0
+    assert (output / CHECKPOINT_NAME).exists()
+    assert [path.name for path in list_checkpoints(output)] == ["checkpoint-1"]
+    assert json.loads((output / "run.json").read_text())["outcome"] == "out of time"
+
+
+def test_several_depths(work, tmp_path):
+    """Guards `--num_stages 2,4`: one head for several pipelines, which says so, validates on each and decodes on each;
+    types that a shorter pipeline never uses must not stop the gradients."""
+    output = tmp_path / "out"
+    assert run(work, output, "--num_stages", "2,4", "--max_steps", 6) == 0
+    target = Target.load(str(work / "target"))
+    head = load_head(output, target)
+    assert (head.config.num_stages, head.config.trained_num_stages) == (4, (2, 4))
+    shapes = [(entry["num_stages"], entry["fill"]) for entry in read_log(output / "log.jsonl")[-1]["validation"]]
+    assert shapes == [(2, 1), (2, 2), (4, 1), (4, 2), (4, 3), (4, 4)]
+    plain = spd_decoder(target, head).generate([2, 5, 3], 8).tokens
+    assert len(plain) == 8
+
+
+def test_loss_that_is_not_finite(work, tmp_path, monkeypatch, capsys):
+    """Guards a night's run: a step with a non-finite loss changes no weight and is reported with its examples; five in
+    a row end the run with exit code 1 and name the last good checkpoint."""
+    genuine, calls = train.training_loss, []
+    bad = {3, *range(7, 100)}  # one micro-batch of step 2, then all from step 4 on
+
+    def poisoned(*args, **kwargs):
+        calls.append(None)
+        loss = genuine(*args, **kwargs)
+        return loss._replace(total=loss.total * (math.nan if len(calls) in bad else 1.0))
+
+    monkeypatch.setattr(train, "training_loss", poisoned)
+    output = tmp_path / "out"
+    settings = ["--save_interval", 1, "--keep_checkpoints", 9, "--val_fraction", 0]
+    assert run(work, output, "--max_steps", 20, *settings) == 1
+    heads = [weights(output / f"checkpoint-{step}") for step in (1, 2, 3)]
+    assert_same_weights(heads[0], heads[1])
+    assert not torch.equal(heads[1]["lm_head.weight"], heads[2]["lm_head.weight"])
+    errors = capsys.readouterr().err.splitlines()
+    assert sum("step skipped; examples data.jsonl:" in line.replace(str(work) + "/", "") for line in errors) == 6
+    assert sum("gave up" in line and "checkpoint-7" in line and "data.jsonl:" in line for line in errors) == 1
+    lines = training_lines(output)
+    assert [line["skipped_steps"] for line in lines] == [0, 1, 1, 2, 3, 4, 5][: len(lines)]
+    assert lines[1]["loss"] is None
+
+
+@pytest.mark.parametrize("scale", [2.0**8, 2.0**126])
+def test_fp16_scaling(work, tmp_path, monkeypatch, scale):
+    """Guards fp16: a loss scale changes nothing in float32 but is undone before clipping, and steps that overflow are
+    no fault of the data: they are left out, the scale falls, and the run goes on."""
+    settings = ["--max_steps", 6, "--optimizer", "muon", "--lr_scheduler", "constant", "--warmup_steps", 0]
+    assert run(work, tmp_path / "plain", *settings) == 0
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, enabled=True)
+    monkeypatch.setattr(train.torch.amp, "GradScaler", lambda *_, **__: scaler)
+    assert run(work, tmp_path / "scaled", *settings) == 0
+    plain, scaled = training_lines(tmp_path / "plain"), training_lines(tmp_path / "scaled")
+    assert all(line["skipped_steps"] == 0 for line in scaled)
+    overflowed = [line["loss"] is None for line in scaled]
+    assert scaler.get_scale() == scale / 2 ** sum(overflowed)
+    assert 0 < sum(overflowed) < 6 or scale == 2.0**8
+    if scale == 2.0**8:
+        assert_same_weights(weights(tmp_path / "plain"), weights(tmp_path / "scaled"))
+        assert [line["gradient_norm"] for line in plain] == [line["gradient_norm"] for line in scaled]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What steps are made of
+
+
+class OneProcess:
+    num_processes = 1
+
+
+def gradients(target, rows, batch_size):
+    """Gradients of the mean loss over the rows, taken in micro-batches, by the trainer's own path."""
+    head = tiny_head(target, (1, 1, 1, 1)).float().requires_grad_(True)
+    model, counted = train.HeadLoss(head, target, temperature=1.0), 0
+    for start in range(0, len(rows), batch_size):
+        batch = PadCollator(0)(rows[start : start + batch_size])
+        ids, labels, mask = batch["input_ids"], batch["labels"], batch["attention_mask"]
+        features, hidden = train.teacher_features(target, ids, mask, head.config.aggr_feature_bound)
+        loss = model((features, hidden, labels, mask), (1, 1, 1, 1), 3)
+        loss.total.backward()
+        counted += int(loss.counted)
+    trainer = object.__new__(train.Trainer)
+    trainer.accelerator, trainer.head, trainer.optimizers = OneProcess, head, []
+    trainer.scaler = torch.amp.GradScaler("cpu", enabled=False)
+    trainer.args = train.argparse.Namespace(max_grad_norm=math.inf)
+    trainer.scale_gradients(counted)
+    return {name: weight.grad for name, weight in head.named_parameters()}
+
+
+def test_every_token_weighs_the_same_in_any_micro_batching():
+    """Guards against the mean of means: with rows of very different supervised lengths, one with none at all, four
+    micro-batches of 1, two of 2 and one of 4 give the same gradients."""
+    target = tiny_target("llama")
+    generator = torch.Generator().manual_seed(3)
+    rows = []
+    for index, (length, supervised) in enumerate([(20, 15), (6, 1), (9, 0), (13, 4)]):
+        ids = torch.randint(1, VOCAB, (length,), generator=generator)
+        labels = torch.where(torch.arange(length) >= length - supervised, ids, -100)
+        rows.append({"input_ids": ids, "labels": labels, "example_id": str(index)})
+    whole = gradients(target, rows, 4)
+    assert all(gradient is not None for gradient in whole.values())
+    for batch_size in (1, 2):
+        for name, gradient in gradients(target, rows, batch_size).items():
+            torch.testing.assert_close(gradient, whole[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_data_order_covers_epochs_in_any_grouping():
+    """Guards the data position: each epoch shows each example once, in another order, and the same examples make up
+    step k whether 1 or 4 processes share it."""
+    lengths = np.random.default_rng(0).integers(1, 50, size=37)
+    order = DataOrder(lengths, batch_size=2, micro_batches=4, seed=5)
+    assert order.steps(2) == 10  # 74 examples, 8 a step
+    seen = [np.concatenate(order.step(step)) for step in range(10)]
+    counts = np.bincount(np.concatenate(seen), minlength=37)
+    assert set(counts) == {2, 3}  # 80 - 74 from the third epoch
+    assert not np.array_equal(order.epoch(0), order.epoch(1))
+    for step, rows in enumerate(seen):
+        assert (np.diff(lengths[rows]) <= 0).all()
+        other = DataOrder(lengths, batch_size=1, micro_batches=8, seed=5).step(step)
+        assert np.array_equal(np.concatenate(other), rows)
+
+
+def test_fill_draws():
+    """Guards METHOD section 4: half of the micro-batches full, the others uniform in 1 .. n-1, n uniform; and without
+    use_deepest always full."""
+    draws = [draw_fill((2, 6), True, 1, index) for index in range(4000)]
+    six = [fill for n, fill in draws if n == 6]
+    assert len(six) / len(draws) == pytest.approx(0.5, abs=0.04)
+    assert six.count(6) / len(six) == pytest.approx(0.5, abs=0.04)
+    assert all(six.count(fill) / len(six) == pytest.approx(0.1, abs=0.03) for fill in (1, 2, 3, 4, 5))
+    assert {fill for n, fill in draws if n == 2} == {1, 2}
+    assert {draw_fill((6,), False, 1, index) for index in range(50)} == {(6, 6)}
+    assert draw_fill((1,), True, 1, 0) == (1, 1)
+
+
+@pytest.mark.parametrize(("schedule", "middle"), [("linear", 0.5), ("cosine", 0.5), ("constant", 1.0)])
+def test_learning_rate(schedule, middle):
+    """Guards the schedule's ends: no step is wasted on a rate of 0, the peak is reached, the last step is small."""
+    factors = [lr_factor(step, 110, 10, schedule) for step in range(110)]
+    assert factors[0] == pytest.approx(0.1)
+    assert factors[9] == factors[10] == 1.0
+    assert factors[60] == pytest.approx(middle)
+    assert factors[-1] <= (1.0 if schedule == "constant" else 0.011)
+    assert lr_factor(0, 1, 0, schedule) == 1.0
+
+
+def test_muon_takes_the_matrices_only():
+    """Guards the split of the optimisers: lm_head and vectors are AdamW's, each weight has one optimiser, vectors are
+    not decayed, and lr_adamw is half of lr unless given."""
+    head = tiny_head(tiny_target("llama"), (2, 2), num_spec_layers=1).requires_grad_(True)
+    muon, adamw = build_optimizers(head, "muon", lr=2e-3, weight_decay=0.1)
+    names = {id(weight): name for name, weight in head.named_parameters()}
+    taken = [[names[id(w)] for group in o.param_groups for w in group["params"]] for o in (muon, adamw)]
+    assert sorted(taken[0] + taken[1]) == sorted(names.values())
+    assert all("norm" in name or name == "lm_head.weight" for name in taken[1])
+    assert not any("norm" in name for name in taken[0])
+    assert [group["weight_decay"] for group in adamw.param_groups] == [0.1, 0.0]
+    assert (muon.param_groups[0]["lr"], adamw.param_groups[0]["lr"]) == (2e-3, 1e-3)
+
+
+@pytest.mark.parametrize("shape", [(24, 8), (8, 24), (16, 16)])
+def test_float32_muon_is_muon(shape):
+    """Guards the CPU's Muon: over several steps it moves a matrix like the library's, but for bfloat16."""
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(shape, generator=generator)
+    settings = {"lr": 0.02, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
+    gradients, ends = [torch.randn(shape, generator=generator) for _ in range(4)], []
+    for optimizer_class in (torch.optim.Muon, Float32Muon):
+        weight = torch.nn.Parameter(start.clone())
+        optimizer = optimizer_class([weight], **settings)
+        for gradient in gradients:
+            weight.grad = gradient.clone()
+            optimizer.step()
+        ends.append(weight.detach())
+    moved = (ends[0] - start).norm()
+    assert (ends[0] - ends[1]).norm() < 0.02 * moved
+
+
+def test_layers_are_placed_so_that_hidden_states_end_beside_the_head():
+    """Guards sharded targets: all layers placed, in runs, the last on the head's GPU, where the rest lies."""
+    placement = train.layer_placement(10, range(1, 8, 3))  # GPUs 1, 4, 7
+    layers = [placement[f"model.layers.{layer}"] for layer in range(10)]
+    assert layers == sorted(layers, key=[4, 7, 1].index)
+    assert set(layers) == {1, 4, 7}
+    assert {placement[name] for name in ("model.embed_tokens", "model.norm", "lm_head")} == {layers[-1]}
+    assert set(train.layer_placement(3, range(1)).values()) == {0}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("more", "part"),
+    [
+        (["--model_name", "no/such/target"], "no target model at 'no/such/target'"),
+        (["--data_path", "missing.jsonl"], "missing.jsonl"),
+        (["--num_stages", "5"], "the target has 4 layers"),
+        (["--num_stages", "two"], "list of integers"),
+        (["--num_stages", "2,4", "--stage_layers", "2;2"], "give one n"),
+        (["--stage_layers", "1;1;1;2"], "sums to 5"),
+        (["--aggr_feature_bound", "0,2,9"], "ends at layer 9"),
+        (["--aggr_feature_bound", "0,two"], "not a list of integers"),
+        (["--spec_init_from_base_layers", "4"], "num_spec_layers"),
+        (["--draft_vocab_json", "none.json"], "cannot be read"),
+        (["--batch_size", "0"], "at least 1"),
+        (["--lr", "0"], "above 0"),
+        (["--lr_adamw", "1e-3"], "--optimizer muon"),
+        (["--max_length", "9999"], "positions for 256"),
+        (["--val_fraction", "0.7"], "at most 0.5"),
+        (["--tracker", "wandb"], "pip install wandb"),
+        (["--mixed_precision", "fp16"], "CUDA"),
+        (["--device_map", "auto"], "CUDA"),
+        (["--resume_from", "nowhere"], "not a complete checkpoint"),
+    ],
+)
+def test_bad_input_is_one_line(work, tmp_path, capsys, monkeypatch, more, part):
+    """Guards users: each mistake ends with exit code 2 and one line that names it, not with a traceback."""
+    monkeypatch.setattr(train, "find_spec", lambda name: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert part in script_error(work, tmp_path, capsys, *more)
+
+
+def test_draft_vocabulary_of_another_target(work, tmp_path, capsys):
+    """Guards against silent nonsense: a list built for another vocabulary size, or no list at all, is refused."""
+    path = tmp_path / "draft.json"
+    path.write_text(json.dumps({"vocab_size": 99, "token_ids": [1, 2]}))
+    assert "a vocabulary of 99 tokens, the target has 61" in script_error(
+        work, tmp_path, capsys, "--draft_vocab_json", path
+    )
+    path.write_text("[1, 2]")
+    assert "lacks token_ids" in script_error(work, tmp_path, capsys, "--draft_vocab_json", path)
+
+
+def test_runs_do_not_mix(work, tmp_path, capsys):
+    """Guards older results: a new run refuses a folder with checkpoints, and a resumed one other settings or data."""
+    output = tmp_path / "out"
+    assert run(work, output, "--max_steps", 1, "--save_interval", 1) == 0
+    capsys.readouterr()
+    assert "--resume_from auto" in script_error(work, tmp_path, capsys, "--max_steps", 2)
+    for more, part in (
+        (["--seed", 1], "--seed 0"),
+        (["--batch_size", 4], "examples per step 4"),
+        (["--num_spec_layers", 1], "head"),
+        (["--max_length", 8], "training tokens"),
+    ):
+        assert part in script_error(work, tmp_path, capsys, "--resume_from", "auto", *more).split("belongs to")[1]
+
+
+def test_lonely_process_is_refused(monkeypatch):
+    """Guards a silent trap: on a CPU, `accelerate launch --num_processes 2` without --multi_gpu starts one process."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    args = train.argparse.Namespace(tracker="none")
+    with pytest.raises(ValueError, match="--multi_gpu"):
+        train.check_launch(args)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Learning
+
+
+def train_tiny_target(rows, steps):
+    """A target that has learned the language."""
+    set_seed(0)
+    config = FAMILIES["llama"](num_hidden_layers=4)
+    config.initializer_range = 0.08
+    config.eos_token_id = 1
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = 3e-3 * (1 - step / steps)
+        picked = torch.randint(len(rows), (24,), generator=generator)
+        batch = PadCollator(0)([rows[int(index)] for index in picked])
+        logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        loss = cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model
+
+
+def test_head_learns_a_language_and_decodes_it(tmp_path):
+    """Guards the whole method: trained on a deterministic language, the head agrees with the target on more than 0.9
+    of the positions, and a pipeline with it accepts nearly every draft. Any fault in features, mask, loss, optimiser,
+    checkpoint or decode loop shows here."""
+    tokenizer = make_tokenizer()
+    write_language(tmp_path / "data.jsonl", [REPLY], copies=5)
+    data = {"data_path": str(tmp_path / "data.jsonl"), "cache_dir": tmp_path / "cache", "verbose": False}
+    model = train_tiny_target(list(load_conversations(tokenizer=tokenizer, **data).train), steps=150)
+    model.save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    settings = ["--optimizer", "muon", "--lr", 5e-3, "--max_steps", 150, "--batch_size", 16]
+    settings += ["--gradient_accumulation_steps", 1, "--log_interval", 50, "--warmup_steps", 10]
+    output = tmp_path / "out"
+    assert run(tmp_path, output, *settings) == 0
+    full = read_log(output / "log.jsonl")[-1]["validation"][-1]
+    assert full["fill"] == 4
+    assert full["agreement"] > 0.9
+
+    target = Target.load(str(tmp_path / "target"))
+    decoder = spd_decoder(target, load_head(output, target))
+    new_tokens = cycles = 0
+    for stride, start in ((1, 0), (2, 7), (3, 4), (5, 11)):
+        turn = [{"role": "user", "content": f"s{stride} {start}"}]
+        prompt = tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=True)["input_ids"]
+        result = decoder.generate(prompt, REPLY)
+        assert tokenizer.decode(result.tokens) == reply(stride, start)
+        new_tokens, cycles = new_tokens + len(result.tokens), cycles + result.cycles
+        print(result.equivalent_accept_length, result.alpha)
+    assert 4 * new_tokens / cycles > 0.8 * 4

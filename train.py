@@ -1,0 +1,694 @@
+"""Trains a speculation head for a frozen target, with Accelerate.
+
+    accelerate launch --num_processes 8 train.py --model_name Qwen/Qwen3-4B --data_path sharegpt.json \\
+        --draft_vocab_json draft_vocab/sharegpt_qwen3_top_32k.json --num_stages 8 --num_spec_layers 4 \\
+        --output_dir runs/qwen3
+
+    python train.py ...                                              one process, on a GPU or a CPU
+    accelerate launch --multi_gpu --num_processes 2 train.py ...     two processes; without GPUs they meet over gloo
+
+Three properties hold whatever the number of processes and micro-batches, and are what the code below is arranged
+around: every supervised token of an optimiser step weighs the same; the examples of a step, their order, and the
+pipeline depth and fill drawn for each micro-batch follow from seed and step alone; so does the learning rate. The
+position of a run is therefore one number, its step, and a run that was stopped goes on as if it had not been.
+
+`output_dir` receives speculation_head_final.pt, checkpoint-STEP/, run.json, log.jsonl and training_curve.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import signal
+import sys
+import time
+from argparse import BooleanOptionalAction
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict
+from datetime import timedelta
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+import datasets
+import numpy as np
+import torch
+from accelerate import Accelerator, InitProcessGroupKwargs
+from accelerate.utils import gather_object
+from torch import Tensor, nn
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerBase
+
+from conversation_data import OVERFLOW_POLICIES, ConversationData, PadCollator, first_line, load_conversations
+from optimizers import SCHEDULES, build_optimizers, lr_factor, scale_lr
+from pipeline_inference import load_tokenizer
+from pipeline_model import (
+    ATTN_IMPLEMENTATIONS,
+    CHECKPOINT_NAME,
+    HeadConfig,
+    SpeculationHead,
+    Target,
+    TrainingLoss,
+    auto_anchors,
+    check_supported,
+    new_head,
+    parse_stage_layers,
+    read_checkpoint,
+    save_head,
+    split_layers,
+    teacher_features,
+    training_loss,
+)
+from script_utils import Parser, quiet_libraries, run_record, run_script, write_json
+from training_state import (
+    LOG_NAME,
+    DataOrder,
+    Progress,
+    StopSignals,
+    append_log,
+    draw_fill,
+    example_lengths,
+    find_checkpoint,
+    list_checkpoints,
+    plot_log,
+    random_state,
+    read_log,
+    read_state,
+    remove_unfinished,
+    save_checkpoint,
+    set_random_state,
+    write_log,
+)
+
+MAX_SKIPPED_IN_ROW = 5
+TARGET_DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Command line
+
+
+def number(kind: type, low: float, high: float = math.inf, *, above: bool = False) -> Callable[[str], float]:
+    """An argparse type: an int or float in [low, high], or in (low, high] when `above`."""
+    bound = f"{'above' if above else 'at least'} {low}" + ("" if high == math.inf else f" and at most {high}")
+
+    def parse(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not low <= value <= high or (above and value == low) or value == math.inf:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {'an integer' if kind is int else 'a number'} {bound}")
+        return value
+
+    return parse
+
+
+def integers(text: str) -> tuple[int, ...]:
+    """An argparse type: "2,3,6"."""
+    try:
+        return tuple(int(item) for item in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of integers such as 2,3,6") from None
+
+
+def build_parser() -> Parser:
+    parser = Parser(prog="train.py", description="Train a speculation head for a frozen target model.")
+    count, positive, natural = number(int, 1), number(float, 0, above=True), number(int, 0)
+    model = parser.add_argument_group("target")
+    model.add_argument("--model_name", required=True, help="target model: a folder or a hub id")
+    model.add_argument("--attn_implementation", default="sdpa", choices=ATTN_IMPLEMENTATIONS, help="the target's")
+    model.add_argument("--device_map", choices=["auto"], help="auto: spread the target over a process's GPUs")
+    model.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
+
+    data = parser.add_argument_group("data")
+    data.add_argument("--data_path", required=True, action="append", help="file, folder or hub id:split; repeatable")
+    data.add_argument("--max_length", type=number(int, 2), default=2048, help="tokens of an example at most")
+    data.add_argument(
+        "--max_length_overflow", default="truncate", choices=OVERFLOW_POLICIES, help="what happens to longer ones"
+    )
+    data.add_argument("--min_length", type=count, default=2, help="tokens; shorter examples are left out")
+    data.add_argument("--mask_assistant", action=BooleanOptionalAction, default=True, help="learn assistant text only")
+    data.add_argument("--val_fraction", type=number(float, 0, 0.5), default=0.01, help="conversations held out")
+    data.add_argument("--val_examples", type=count, default=128, help="held-out examples used at most")
+    data.add_argument("--num_proc", type=count, default=1, help="processes that tokenise")
+    data.add_argument("--cache_dir", help="folder of the tokenised data; default: in the cache of datasets")
+
+    head = parser.add_argument_group("head")
+    head.add_argument(
+        "--num_stages", type=integers, required=True, help="n; several (2,3,6) for one head that fits all"
+    )
+    head.add_argument("--num_spec_layers", type=count, default=2, help="layers of the head")
+    head.add_argument("--stage_layers", help='uneven split, layers per stage: "4;6;6;4"')
+    head.add_argument("--aggr_feature_bound", default="auto", help='layers whose output the head reads: "0,5,15,29"')
+    head.add_argument("--draft_vocab_json", help="list by draft_vocab/build_draft_vocab.py; default: full vocabulary")
+    head.add_argument("--spec_init_from_base_layers", type=integers, help="target layers (1 ..) to start from: 14,15")
+    head.add_argument(
+        "--trained_with_use_deepest",
+        action=BooleanOptionalAction,
+        default=True,
+        help="also train on partly filled pipelines, where completed tokens show their deepest features",
+    )
+
+    steps = parser.add_argument_group("optimisation")
+    steps.add_argument("--epochs", type=positive, default=1.0, help="passes over the data; fractions work")
+    steps.add_argument("--max_steps", type=count, help="optimiser steps, instead of --epochs")
+    steps.add_argument("--max_minutes", type=positive, help="stop after this wall-clock time, head written")
+    steps.add_argument("--batch_size", type=count, default=8, help="examples per process and micro-batch")
+    steps.add_argument("--gradient_accumulation_steps", type=count, default=8, help="micro-batches per optimiser step")
+    steps.add_argument("--optimizer", default="adamw", choices=["adamw", "muon"], help="muon: for the layers' matrices")
+    steps.add_argument("--lr", type=positive, default=1e-4, help="peak learning rate")
+    steps.add_argument("--lr_adamw", type=positive, help="with muon: of lm_head, norms and vectors; default: lr / 2")
+    steps.add_argument("--lr_scheduler", default="linear", choices=SCHEDULES, help="shape after the warm-up")
+    steps.add_argument("--warmup_steps", type=natural, default=100, help="of linear warm-up")
+    steps.add_argument("--weight_decay", type=number(float, 0), default=0.01, help="of the matrices")
+    steps.add_argument("--max_grad_norm", type=positive, default=1.0, help="gradients are clipped to this norm")
+    steps.add_argument("--temperature", type=positive, default=1.0, help="tau of the distillation loss")
+    steps.add_argument(
+        "--mixed_precision", default="auto", choices=["auto", *TARGET_DTYPES], help="auto: bf16 on CUDA, no on a CPU"
+    )
+    steps.add_argument("--seed", type=natural, default=0, help="of initial weights, data order and draws")
+
+    run = parser.add_argument_group("run")
+    run.add_argument("--output_dir", type=Path, required=True, help="folder for everything that is written")
+    run.add_argument("--resume_from", help="a checkpoint folder, or auto: the newest in output_dir, if any")
+    run.add_argument("--log_interval", type=count, default=10, help="steps between lines of the log")
+    run.add_argument("--eval_interval", type=count, default=500, help="steps between validations; one more at the end")
+    run.add_argument("--save_interval", type=count, default=500, help="steps between checkpoints")
+    run.add_argument("--keep_checkpoints", type=count, default=2, help="newest checkpoints that stay")
+    run.add_argument("--tracker", default="none", choices=["none", "tensorboard", "wandb"], help="beside log.jsonl")
+    return parser
+
+
+def check_launch(args: argparse.Namespace) -> None:
+    """Fail early on what would otherwise show after minutes, or not at all."""
+    single = "WORLD_SIZE" not in os.environ and "ACCELERATE_MIXED_PRECISION" in os.environ
+    if single and os.environ.get("MASTER_ADDR") == "127.0.0.1":  # accelerate's sign of more than one process
+        raise ValueError(
+            "accelerate launch was asked for several processes and started one, as it does with fewer than two GPUs: "
+            "use --num_processes 1, or add --multi_gpu, which starts several on a CPU too"
+        )
+    if args.tracker != "none" and find_spec(args.tracker) is None:
+        raise ValueError(f"--tracker {args.tracker} needs a package: pip install {args.tracker}")
+    if not torch.cuda.is_available():
+        for name, value in (("mixed_precision", "fp16"), ("device_map", "auto")):
+            if getattr(args, name) == value:
+                raise ValueError(f"--{name} {value} needs a CUDA device, and there is none")
+    if args.lr_adamw is not None and args.optimizer != "muon":
+        raise ValueError("--lr_adamw belongs to --optimizer muon: set --lr alone")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Head and target
+
+
+def read_draft_vocab(path: str, vocab_size: int) -> list[int]:
+    """Token ids of a draft vocabulary file. ValueError when it is no such file or is another vocabulary's."""
+    try:
+        listed = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--draft_vocab_json {path!r} cannot be read: {first_line(error)}") from None
+    if not isinstance(listed, dict) or not {"token_ids", "vocab_size"} <= listed.keys():
+        raise ValueError(f"--draft_vocab_json {path!r} lacks token_ids or vocab_size: is it from build_draft_vocab.py?")
+    if listed["vocab_size"] != vocab_size:
+        raise ValueError(
+            f"--draft_vocab_json {path!r} was built for a vocabulary of {listed['vocab_size']} tokens, the target has "
+            f"{vocab_size}: build one with this target's tokenizer and --vocab_size {vocab_size}"
+        )
+    return listed["token_ids"]
+
+
+def head_config(args: argparse.Namespace, target: PreTrainedConfig) -> HeadConfig:
+    """The head that the arguments describe. ValueError for one that cannot be."""
+    stages = tuple(sorted(set(args.num_stages)))
+    stage_layers = parse_stage_layers(args.stage_layers)
+    if stage_layers is not None and len(stages) > 1:
+        raise ValueError(f"--stage_layers describes one split, but --num_stages lists {len(stages)}: give one n")
+    sizes = split_layers(target.num_hidden_layers, stages[-1], stage_layers)
+    split_layers(target.num_hidden_layers, stages[0])
+    anchors = auto_anchors(sizes)
+    if args.aggr_feature_bound != "auto":
+        try:
+            anchors = integers(args.aggr_feature_bound)
+        except argparse.ArgumentTypeError as error:
+            raise ValueError(f"--aggr_feature_bound {error}") from None
+    raw = {
+        "version": 11 if stage_layers is None else 12,
+        "hidden_size": target.hidden_size,
+        "vocab_size": target.vocab_size,
+        "num_stages": stages[-1],
+        "num_spec_layers": args.num_spec_layers,
+        "aggr_feature_bound": anchors,
+        "trained_with_use_deepest": args.trained_with_use_deepest,
+        "stage_layers": stage_layers,
+        "spec_init_from_base_layers": args.spec_init_from_base_layers,
+        "trained_num_stages": stages if len(stages) > 1 else None,
+        "base_model_path": args.model_name,
+        "model_type": target.model_type,
+    }
+    if args.draft_vocab_json is not None:
+        ids = read_draft_vocab(args.draft_vocab_json, target.vocab_size)
+        raw |= {"draft_token_ids": ids, "draft_vocab_size": len(ids)}
+    config = HeadConfig.parse(raw)
+    config.check_target(target)
+    return config
+
+
+def target_config(args: argparse.Namespace) -> PreTrainedConfig:
+    """The target's configuration, long before its weights. ValueError when there is none or it cannot be used."""
+    try:
+        config = AutoConfig.from_pretrained(args.model_name, trust_remote_code=args.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"no target model at {args.model_name!r} ({first_line(error)})") from None
+    config = config.get_text_config()
+    check_supported(config)
+    if args.max_length > config.max_position_embeddings:
+        raise ValueError(
+            f"--max_length is {args.max_length}, but the target has positions for {config.max_position_embeddings}"
+        )
+    return config
+
+
+def layer_placement(num_layers: int, gpus: Sequence[int]) -> dict[str, int]:
+    """A device map: equal runs of layers per GPU, the last run on `gpus[0]`, where everything else lies too.
+
+    So the hidden states that training needs end where the head is.
+    """
+    order = [*gpus[1:], gpus[0]]
+    layers = {f"model.layers.{layer}": order[layer * len(order) // num_layers] for layer in range(num_layers)}
+    return layers | dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head"), gpus[0])
+
+
+def load_target(args: argparse.Namespace, accelerator: Accelerator, dtype: torch.dtype, num_layers: int) -> Target:
+    shared = {"attn_implementation": args.attn_implementation, "trust_remote_code": args.trust_remote_code}
+    if args.device_map is None:
+        return Target.load(args.model_name, dtype=dtype, device=accelerator.device, **shared)
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # processes that share this machine's GPUs
+    gpus = range(accelerator.device.index or 0, torch.cuda.device_count(), local)
+    placement = layer_placement(num_layers, gpus)
+    return Target(AutoModelForCausalLM.from_pretrained(args.model_name, dtype=dtype, device_map=placement, **shared))
+
+
+class HeadLoss(nn.Module):
+    """The training forward as a module, for DistributedDataParallel to wrap; its parameters are the head's alone."""
+
+    def __init__(self, head: SpeculationHead, target: Target, temperature: float):
+        super().__init__()
+        self.head = head
+        self.target = target  # no nn.Module: not registered
+        self.temperature = temperature
+
+    def forward(self, teacher: tuple[Tensor, ...], stage_sizes: tuple[int, ...], fill: int) -> TrainingLoss:
+        loss = training_loss(
+            self.head, self.target, *teacher, stage_sizes=stage_sizes, fill=fill, temperature=self.temperature
+        )
+        # A short fill or a small n leaves types without rows. Their gradients are zero then, not absent: processes
+        # have to agree on which gradients there are, and optimisers on which weights take part in a step.
+        touched = sum(projection.weight[0, 0] for projection in self.head.aggr_projs)
+        return loss._replace(total=loss.total + 0.0 * touched)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The run
+
+
+class MicroBatch(NamedTuple):
+    """Examples after the target's pass over them."""
+
+    teacher: tuple[Tensor, Tensor, Tensor, Tensor]  # features, hidden, labels, attention mask: see `training_loss`
+    example_ids: list[str]
+
+
+class Trainer:
+    """One training run. `run` goes from the present step to the last and returns the exit code."""
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        accelerator: Accelerator,
+        target: Target,
+        head: SpeculationHead,
+        data: ConversationData,
+        collator: PadCollator,
+    ):
+        self.args, self.accelerator, self.target, self.head = args, accelerator, target, head
+        self.data, self.collator = data, collator
+        self.started = time.monotonic()
+        micro_batches = args.gradient_accumulation_steps * accelerator.num_processes
+        self.order = DataOrder(example_lengths(data.train), args.batch_size, micro_batches, args.seed)
+        self.total_steps = args.max_steps or self.order.steps(args.epochs)
+        self.warmup = args.warmup_steps
+        if self.warmup >= self.total_steps:
+            self.warmup = self.total_steps // 10
+            self.say(f"--warmup_steps lowered to {self.warmup}: the run has only {self.total_steps} steps")
+
+        stages = head.config.trained_num_stages or (head.config.num_stages,)
+        self.splits = {n: head.config.split(target.num_layers, n) for n in stages}
+        self.model = accelerator.prepare(HeadLoss(head, target, args.temperature))
+        lrs = {"lr": args.lr, "lr_adamw": args.lr_adamw}
+        self.optimizers = build_optimizers(head, args.optimizer, **lrs, weight_decay=args.weight_decay)
+        # Losses are sums, so gradients are large already: fp16 starts with a low scale.
+        fp16 = accelerator.mixed_precision == "fp16"
+        self.scaler = torch.amp.GradScaler(accelerator.device.type, init_scale=2.0**8, enabled=fp16)
+        self.progress = Progress()
+        self.gradient_norm = math.nan  # of the last step, before clipping
+        self.suspects: list[str] = []  # examples of the last skipped step
+
+    # The loop
+
+    def run(self, checkpoint: Path | None = None) -> int:
+        """Exit code 0 when done or out of time, 1 for a loss that stays non-finite, 128 + signal when told to stop."""
+        args, progress = self.args, self.progress
+        if checkpoint is not None:
+            self.restore(checkpoint)
+        self.open_log(checkpoint)
+        self.write_record("running")
+        outcome, shown = "finished", self.accelerator.is_main_process
+        pause = 0.1 if sys.stderr.isatty() else 30.0  # seconds between updates: log files want few
+        bar = tqdm(total=self.total_steps, initial=progress.step, unit="step", mininterval=pause, disable=not shown)
+        with StopSignals() as signals, bar:
+            while progress.step < self.total_steps:
+                began = time.monotonic()
+                stopped, out_of_time = self.train_step(signals)
+                progress.seconds += time.monotonic() - began
+                bar.update()
+                if progress.skipped_in_row == MAX_SKIPPED_IN_ROW:
+                    return self.give_up()
+                if progress.step % args.log_interval == 0 or progress.step == self.total_steps:
+                    self.log(bar)
+                if progress.step % args.eval_interval == 0 and progress.step < self.total_steps:
+                    self.validate()
+                if progress.step % args.save_interval == 0 or stopped or out_of_time:
+                    self.save()
+                if stopped:
+                    return self.stop(signals.received or signal.SIGTERM)
+                if out_of_time:
+                    outcome = "out of time"
+                    break
+        self.finish(outcome)
+        return 0
+
+    def train_step(self, signals: StopSignals) -> tuple[bool, bool]:
+        """One optimiser step. Returns whether any process was told to stop, and whether time is up."""
+        step, losses = self.progress.step, self.accumulate()
+        late = self.args.max_minutes is not None and time.monotonic() - self.started > 60 * self.args.max_minutes
+        flags = [signals.received is not None, late and self.accelerator.is_main_process]
+        sums = sum(torch.stack([value.detach().double() for value in loss]) for loss, _ in losses)
+        sums = torch.cat([sums, sums.new_tensor(flags)])
+        total, *counts = self.accelerator.reduce(sums, "sum").tolist()
+        counted, supervised, agreed, stopped, out_of_time = map(int, counts)
+
+        self.gradient_norm = self.scale_gradients(counted)
+        if math.isfinite(total) and math.isfinite(self.gradient_norm):
+            scale_lr(self.optimizers, lr_factor(step, self.total_steps, self.warmup, self.args.lr_scheduler))
+            for optimizer in self.optimizers:
+                optimizer.step()
+            self.progress.add(total, counted, supervised, agreed)
+        elif not math.isfinite(total):
+            self.skip(losses, what="loss is")
+        elif self.scaler.get_scale() <= 1:  # above, fp16 has overflowed, as it does at times: the scaler lowers it
+            self.skip(losses, what="gradients are")
+        if self.scaler.is_enabled():
+            self.scaler.update()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        self.progress.step += 1
+        return bool(stopped), bool(out_of_time)
+
+    def accumulate(self) -> list[tuple[TrainingLoss, list[str]]]:
+        """Gradients of this process's micro-batches, summed, and of all processes, averaged by the last backward."""
+        args, accelerator = self.args, self.accelerator
+        micro_batches = self.order.step(self.progress.step)
+        first, mine = self.progress.step * len(micro_batches), range(len(micro_batches))
+        mine = mine[accelerator.process_index :: accelerator.num_processes]
+        losses = []
+        for index in mine:
+            batch = self.load(self.data.train, micro_batches[index])
+            n, fill = draw_fill(tuple(self.splits), args.trained_with_use_deepest, args.seed, first + index)
+            with nullcontext() if index == mine[-1] else accelerator.no_sync(self.model):
+                loss = self.model(batch.teacher, self.splits[n], fill)
+                self.scaler.scale(loss.total).backward()
+            losses.append((loss._replace(total=loss.total.detach()), batch.example_ids))
+        return losses
+
+    def load(self, source: datasets.Dataset, rows: np.ndarray) -> MicroBatch:
+        """Rows of a data set, run through the target."""
+        batch = self.collator([source[int(row)] for row in rows])
+        names = ("input_ids", "labels", "attention_mask")
+        ids, labels, mask = (batch[name].to(self.accelerator.device, non_blocking=True) for name in names)
+        features, hidden = teacher_features(self.target, ids, mask, self.head.config.aggr_feature_bound)
+        return MicroBatch((features, hidden, labels, mask), batch["example_id"])
+
+    def scale_gradients(self, counted: int) -> float:
+        """Turn the gradients of the sum into those of the mean over the whole step, and clip. Returns their norm.
+
+        Only here is the count of all processes and micro-batches known; DistributedDataParallel has divided by the
+        number of processes, whatever their counts.
+        """
+        if self.scaler.is_enabled():
+            for optimizer in self.optimizers:
+                self.scaler.unscale_(optimizer)
+        weights = list(self.head.parameters())
+        for weight in weights:
+            weight.grad.mul_(self.accelerator.num_processes / max(1, counted))
+        return float(nn.utils.clip_grad_norm_(weights, self.args.max_grad_norm))
+
+    # Loss or gradients that are not finite
+
+    def skip(self, losses: list[tuple[TrainingLoss, list[str]]], what: str) -> None:
+        """Drop a step on all processes alike, and name the examples: those of the bad micro-batches, if they show."""
+        self.progress.skipped += 1
+        self.progress.skipped_in_row += 1
+        suspects = [ids for loss, ids in losses if what == "gradients are" or not math.isfinite(loss.total)]
+        self.suspects = sorted(name for ids in gather_object(suspects) for name in ids)
+        self.say(f"step {self.progress.step}: {what} not finite, step skipped; examples {', '.join(self.suspects)}")
+
+    def give_up(self) -> int:
+        kept = list_checkpoints(self.args.output_dir)
+        last = f"the last good checkpoint is {kept[-1]}" if kept else "no checkpoint was written yet"
+        examples = ", ".join(self.suspects)
+        self.say(f"gave up: {MAX_SKIPPED_IN_ROW} steps in a row not finite, the last with examples {examples}; {last}")
+        self.write_record("not finite")
+        return 1
+
+    # Validation and log
+
+    @torch.no_grad()
+    def validate(self) -> list[dict[str, float | None]]:
+        """Loss and agreement on held-out examples for each n and fill the head is trained for, and logs them.
+
+        The same examples in the same batches every time, whatever the number of processes. Empty without a split.
+        """
+        args, accelerator, progress = self.args, self.accelerator, self.progress
+        if self.data.val is None:
+            return []
+        rows = self.data.val.select(range(min(len(self.data.val), args.val_examples)))
+        longest_first = np.argsort(-example_lengths(rows), kind="stable")
+        batches = [longest_first[i : i + args.batch_size] for i in range(0, len(rows), args.batch_size)]
+        shapes = [(n, fill) for n in self.splits for fill in range(1 if args.trained_with_use_deepest else n, n + 1)]
+        sums = torch.zeros(len(shapes), 4, dtype=torch.float64, device=accelerator.device)
+        for batch in batches[accelerator.process_index :: accelerator.num_processes]:
+            teacher = self.load(rows, batch).teacher
+            for index, (n, fill) in enumerate(shapes):
+                shape = {"stage_sizes": self.splits[n], "fill": fill, "temperature": args.temperature}
+                with accelerator.autocast():
+                    loss = training_loss(self.head, self.target, *teacher, **shape)
+                sums[index] += torch.stack([value.double() for value in loss])
+        figures = [
+            {
+                "num_stages": n,
+                "fill": fill,
+                "loss": loss / counted if counted and math.isfinite(loss) else None,
+                "agreement": agreed / supervised if supervised else None,
+            }
+            for (n, fill), (loss, counted, supervised, agreed) in zip(
+                shapes, accelerator.reduce(sums, "sum").tolist(), strict=True
+            )
+        ]
+        self.write_log({"step": progress.step, "supervised_tokens": progress.supervised, "validation": figures})
+        for figure in figures:
+            name = f"val/n{figure['num_stages']}_fill{figure['fill']}"
+            self.track({f"{name}_{key}": figure[key] for key in ("loss", "agreement")})
+        return figures
+
+    def open_log(self, checkpoint: Path | None) -> None:
+        """Start the log, with the lines of a continued run up to its checkpoint."""
+        lines = [] if checkpoint is None else read_log(checkpoint.parent / LOG_NAME)
+        if self.accelerator.is_main_process:
+            write_log(self.args.output_dir / LOG_NAME, [line for line in lines if line["step"] <= self.progress.step])
+
+    def log(self, bar: tqdm) -> None:
+        """A line for the steps since the last one."""
+        progress = self.progress
+        means = progress.close_window()
+        line = {
+            "step": progress.step,
+            "epoch": round(progress.step * self.order.step_size / len(self.data.train), 4),
+            "supervised_tokens": progress.supervised,
+            **means,
+            "lr": self.optimizers[0].param_groups[0]["lr"],
+            "gradient_norm": self.gradient_norm if math.isfinite(self.gradient_norm) else None,
+            "skipped_steps": progress.skipped,
+            "seconds": round(progress.seconds, 3),
+        }
+        self.write_log(line)
+        self.track({f"train/{name}": value for name, value in line.items() if name != "step"})
+        bar.set_postfix({name: "-" if value is None else f"{value:.4g}" for name, value in means.items()})
+
+    def write_log(self, line: dict[str, object]) -> None:
+        if self.accelerator.is_main_process:
+            append_log(self.args.output_dir / LOG_NAME, line)
+
+    def track(self, values: dict[str, float | None]) -> None:
+        if self.args.tracker != "none":
+            known = {name: value for name, value in values.items() if value is not None}
+            self.accelerator.log(known, step=self.progress.step)
+
+    def say(self, line: str) -> None:
+        """One line on stderr, from the main process, clear of the progress bar."""
+        if self.accelerator.is_main_process:
+            tqdm.write(line, file=sys.stderr)
+
+    # Checkpoints
+
+    def identity(self) -> dict[str, object]:
+        """What has to be the same in a continued run."""
+        names = ("seed", "optimizer", "lr", "lr_adamw", "weight_decay", "trained_with_use_deepest")
+        return {f"--{name}": getattr(self.args, name) for name in names} | {
+            "examples per step": self.order.step_size,
+            "training examples": len(self.data.train),
+            "training tokens": int(self.order.lengths.sum()),
+            "head": self.head.config.to_dict() | {"base_model_path": ""},  # the target may have moved
+        }
+
+    def save(self) -> None:
+        """A checkpoint, written by the main process while the others wait."""
+        random_states = gather_object([random_state()])
+        if self.accelerator.is_main_process:
+            state = {
+                "identity": self.identity(),
+                "progress": asdict(self.progress),
+                "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+                "scaler": self.scaler.state_dict(),
+                "random_states": random_states,
+            }
+            folder, keep = self.args.output_dir, self.args.keep_checkpoints
+            save_checkpoint(folder, self.progress.step, self.head, state, keep)
+        self.accelerator.wait_for_everyone()
+
+    def restore(self, checkpoint: Path) -> None:
+        """Go on from a checkpoint. ValueError when it is damaged or belongs to a run with other settings or data."""
+        state = read_state(checkpoint, self.identity())
+        self.head.load_state_dict(read_checkpoint(checkpoint)[1])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        if self.scaler.is_enabled():
+            self.scaler.load_state_dict(state["scaler"])
+        vars(self.progress).update(state["progress"])
+        if self.accelerator.process_index < len(state["random_states"]):
+            set_random_state(state["random_states"][self.accelerator.process_index])
+        self.say(f"continuing {checkpoint} at step {self.progress.step} of {self.total_steps}")
+
+    # The end
+
+    def stop(self, signal_number: int) -> int:
+        self.write_record("stopped")
+        self.say(f"stopped after step {self.progress.step}: continue with the same arguments and --resume_from auto")
+        return 128 + signal_number
+
+    def finish(self, outcome: str) -> None:
+        """Last validation, the head, the record and the plot."""
+        figures, path = self.validate(), self.args.output_dir / CHECKPOINT_NAME
+        if self.accelerator.is_main_process:
+            save_head(self.head, path)
+            self.write_record(outcome, validation=figures)
+            plot_log(self.args.output_dir / LOG_NAME)
+        full = [f for f in figures if f["fill"] == f["num_stages"] and f["agreement"] is not None]
+        agreement = "".join(f", agreement {f['agreement']:.4f} held out at n = {f['num_stages']}" for f in full)
+        self.say(f"{outcome} after step {self.progress.step} of {self.total_steps}{agreement}; head: {path}")
+
+    def write_record(self, outcome: str, **more: object) -> None:
+        """`run.json`, from the main process."""
+        record = run_record(self.args) | {
+            "outcome": outcome,
+            "processes": self.accelerator.num_processes,
+            "mixed_precision": self.accelerator.mixed_precision,
+            "examples_per_step": self.order.step_size,
+            "steps": self.progress.step,
+            "total_steps": self.total_steps,
+            "skipped_steps": self.progress.skipped,
+            "supervised_tokens": self.progress.supervised,
+            "training_seconds": self.progress.seconds,
+            "wall_seconds": time.monotonic() - self.started,
+            "head_parameters": sum(weight.numel() for weight in self.head.parameters()),
+            "train_examples": len(self.data.train),
+            "val_examples": 0 if self.data.val is None else len(self.data.val),
+            "data": vars(self.data.counters),
+        }
+        if self.accelerator.is_main_process:
+            write_json(self.args.output_dir / "run.json", record | more)
+
+
+def load_data(
+    args: argparse.Namespace, accelerator: Accelerator, tokenizer: PreTrainedTokenizerBase
+) -> ConversationData:
+    """The conversations; one process a machine encodes them, the others find the rows in the cache."""
+    with accelerator.local_main_process_first():
+        try:
+            return load_conversations(
+                args.data_path,
+                tokenizer,
+                max_length=args.max_length,
+                overflow=args.max_length_overflow,
+                min_length=args.min_length,
+                mask_assistant=args.mask_assistant,
+                val_fraction=args.val_fraction,
+                seed=args.seed,
+                num_proc=args.num_proc,
+                cache_dir=args.cache_dir,
+                verbose=accelerator.is_main_process,
+            )
+        except OSError as error:
+            raise ValueError(f"--data_path: {first_line(error)}") from None
+
+
+def main(args: argparse.Namespace) -> int:
+    """Train; returns the exit code of `Trainer.run`. ValueError, in one line, for what the user has to mend."""
+    quiet_libraries()
+    check_launch(args)
+    config_of_target = target_config(args)
+    config = head_config(args, config_of_target)
+    checkpoint = find_checkpoint(args.resume_from, args.output_dir)
+    tokenizer = load_tokenizer(args.model_name, args.trust_remote_code)
+    if len(tokenizer) > config.vocab_size:
+        raise ValueError(f"the tokenizer has {len(tokenizer)} tokens, the target only {config.vocab_size}")
+
+    on_cpu = not torch.cuda.is_available()
+    precision = ("no" if on_cpu else "bf16") if args.mixed_precision == "auto" else args.mixed_precision
+    accelerator = Accelerator(
+        mixed_precision=precision,
+        cpu=on_cpu,
+        log_with=None if args.tracker == "none" else args.tracker,
+        project_dir=args.output_dir,
+        # The others wait for the one that encodes the data.
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=2))],
+    )
+    if accelerator.is_main_process:
+        args.output_dir.mkdir(parents=True, exist_ok=True)
+        remove_unfinished(args.output_dir)
+    data = load_data(args, accelerator, tokenizer)
+    target = load_target(args, accelerator, TARGET_DTYPES[precision], config_of_target.num_hidden_layers)
+    head = new_head(config, target, args.spec_init_from_base_layers, args.seed)
+    collator = PadCollator(0 if tokenizer.pad_token_id is None else tokenizer.pad_token_id)
+    if args.tracker != "none":
+        accelerator.init_trackers("speculation_head", {name: str(value) for name, value in vars(args).items()})
+    code = Trainer(args, accelerator, target, head, data, collator).run(checkpoint)
+    accelerator.end_training()
+    return code
+
+
+if __name__ == "__main__":
+    run_script(main, build_parser())

@@ -1,0 +1,300 @@
+"""The state of a training run: what a step is made of, counters, checkpoints, the log and its plot, the wish to stop.
+
+A checkpoint is a folder `checkpoint-{step}` with the head in the released format, which decodes as it is, and
+`training_state.pt` with all else that a continued run needs to go on as if it had never stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+import random
+import shutil
+import signal
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow.compute
+import torch
+from matplotlib import colormaps
+from matplotlib.figure import Figure
+
+from pipeline_model import CHECKPOINT_NAME, SpeculationHead, save_head
+from script_utils import atomic_open
+
+STATE_NAME = "training_state.pt"
+LOG_NAME = "log.jsonl"
+CURVE_NAME = "training_curve.png"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a step is made of: functions of seed and step alone
+
+
+class DataOrder:
+    """Which examples each micro-batch holds.
+
+    A run is one stream of examples, epoch after epoch, each in a random order of its own; an optimiser step takes the
+    next `micro_batches * batch_size`. Inside a step they are sorted by length, longest first: micro-batches that run
+    side by side get examples of similar length and little padding. As all tokens of a step weigh the same, sorting
+    changes nothing else.
+    """
+
+    def __init__(self, lengths: np.ndarray, batch_size: int, micro_batches: int, seed: int):
+        self.lengths, self.batch_size, self.seed = lengths, batch_size, seed
+        self.step_size = batch_size * micro_batches
+        self._epoch: tuple[int, np.ndarray] | None = None
+
+    def epoch(self, epoch: int) -> np.ndarray:
+        """All examples, in the order of an epoch."""
+        if self._epoch is None or self._epoch[0] != epoch:
+            self._epoch = epoch, np.random.default_rng((self.seed, 0, epoch)).permutation(len(self.lengths))
+        return self._epoch[1]
+
+    def step(self, step: int) -> list[np.ndarray]:
+        """The micro-batches of a step, all processes together; each is an array of row numbers."""
+        positions = np.arange(step * self.step_size, (step + 1) * self.step_size)
+        epochs, places = np.divmod(positions, len(self.lengths))
+        rows = np.concatenate([self.epoch(epoch)[places[epochs == epoch]] for epoch in np.unique(epochs)])
+        rows = rows[np.argsort(-self.lengths[rows], kind="stable")]
+        return list(rows.reshape(-1, self.batch_size))
+
+    def steps(self, epochs: float) -> int:
+        """Optimiser steps that see the data so many times; the last one is filled up from the next epoch."""
+        return max(1, math.ceil(epochs * len(self.lengths) / self.step_size))
+
+
+def example_lengths(rows: datasets.Dataset) -> np.ndarray:
+    """Tokens of each example."""
+    tables = rows.select_columns("input_ids").with_format("arrow").iter(batch_size=4096)
+    return np.concatenate([pyarrow.compute.list_value_length(table["input_ids"]).to_numpy() for table in tables])
+
+
+def draw_fill(num_stages: Sequence[int], use_deepest: bool, seed: int, micro_batch: int) -> tuple[int, int]:
+    """Pipeline depth n and fill F of a micro-batch, numbered from the start of the run.
+
+    n is uniform. Half of the micro-batches have F = n, the others F uniform in 1 .. n-1 (METHOD section 4).
+    """
+    random = np.random.default_rng((seed, 1, micro_batch))
+    depth = int(random.choice(num_stages))
+    full = not use_deepest or depth == 1 or random.random() < 0.5
+    return depth, depth if full else int(random.integers(1, depth))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Counters and checkpoints
+
+
+@dataclass
+class Progress:
+    """Counters of a run, all processes together. Those of the window start anew with each line of the log."""
+
+    step: int = 0  # optimiser steps done, skipped ones included: the next step's number and data position
+    supervised: int = 0  # positions with a supervised next token, seen so far
+    skipped: int = 0  # steps dropped because loss or gradients were not finite
+    skipped_in_row: int = 0
+    seconds: float = 0.0  # in training steps, validation and checkpoints not counted
+    window_loss: float = 0.0  # sum of KL * tau^2
+    window_counted: int = 0  # positions in that sum
+    window_supervised: int = 0
+    window_agreed: int = 0
+    window_start: float = 0.0  # `seconds` when the window began
+
+    def add(self, loss: float, counted: int, supervised: int, agreed: int) -> None:
+        """One step that was applied."""
+        self.supervised += supervised
+        self.skipped_in_row = 0
+        self.window_loss += loss
+        self.window_counted += counted
+        self.window_supervised += supervised
+        self.window_agreed += agreed
+
+    def close_window(self) -> dict[str, float | None]:
+        """Mean loss per counted position, agreement, and tokens/s since the last call; None where nothing was seen."""
+        seconds = self.seconds - self.window_start
+        means = {
+            "loss": self.window_loss / self.window_counted if self.window_counted else None,
+            "agreement": self.window_agreed / self.window_supervised if self.window_supervised else None,
+            "tokens_per_s": self.window_supervised / seconds if seconds else None,
+        }
+        self.window_loss, self.window_start = 0.0, self.seconds
+        self.window_counted = self.window_supervised = self.window_agreed = 0
+        return means
+
+
+def random_state() -> dict[str, Any]:
+    """This process's generators, in types that `torch.load(weights_only=True)` reads."""
+    name, keys, *rest = np.random.get_state()
+    state = {"python": random.getstate(), "numpy": [name, keys.tolist(), *rest], "torch": torch.get_rng_state()}
+    return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    random.setstate(state["python"])
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def save_checkpoint(folder: Path, step: int, head: SpeculationHead, state: Mapping[str, Any], keep: int) -> Path:
+    """Write `checkpoint-{step}` whole or not at all, then drop all but the newest `keep`."""
+    final = folder / f"checkpoint-{step}"
+    with TemporaryDirectory(dir=folder, prefix=".checkpoint-") as scratch:
+        new = Path(scratch, "new")
+        save_head(head, new / CHECKPOINT_NAME)
+        torch.save(dict(state), new / STATE_NAME)
+        if final.exists():  # left by an earlier attempt that was resumed from further back
+            final.rename(Path(scratch, "old"))
+        new.rename(final)
+    for old in list_checkpoints(folder)[:-keep]:
+        shutil.rmtree(old)
+    return final
+
+
+def is_complete(checkpoint: Path) -> bool:
+    return (checkpoint / CHECKPOINT_NAME).is_file() and (checkpoint / STATE_NAME).is_file()
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """The complete checkpoints of a run, oldest first."""
+    found = [path for path in folder.glob("checkpoint-*") if path.name.rpartition("-")[2].isdigit()]
+    return sorted(filter(is_complete, found), key=lambda path: int(path.name.rpartition("-")[2]))
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Delete what a killed run left behind while it was writing a checkpoint."""
+    for scratch in folder.glob(".checkpoint-*"):
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def find_checkpoint(resume_from: str | None, output_dir: Path) -> Path | None:
+    """The checkpoint to continue from, or None to start anew.
+
+    `auto` takes the newest complete one in `output_dir`, if any. ValueError for a path that is not a checkpoint, and
+    for a new run that would mix its checkpoints with an older one's.
+    """
+    present = list_checkpoints(output_dir)
+    if resume_from is None:
+        if present:
+            raise ValueError(
+                f"--output_dir {str(output_dir)!r} holds {present[-1].name} of an earlier run: continue it with "
+                "--resume_from auto, or choose another folder"
+            )
+        return None
+    if resume_from == "auto":
+        return present[-1] if present else None
+    if not is_complete(Path(resume_from)):
+        raise ValueError(
+            f"--resume_from {resume_from!r} is not a complete checkpoint: give a folder checkpoint-STEP that holds "
+            f"{CHECKPOINT_NAME} and {STATE_NAME}, or auto"
+        )
+    return Path(resume_from)
+
+
+def read_state(checkpoint: Path, identity: Mapping[str, Any]) -> dict[str, Any]:
+    """The training state of a checkpoint. ValueError when it is damaged or is another run's: `identity` differs."""
+    try:
+        state = torch.load(checkpoint / STATE_NAME, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:120]
+        raise ValueError(f"{str(checkpoint / STATE_NAME)!r} cannot be read ({reason}): resume from another") from None
+    for name, ours in identity.items():
+        theirs = state["identity"].get(name)
+        if theirs != ours:
+            raise ValueError(
+                f"{str(checkpoint)!r} belongs to a run with {name} {theirs}, this one has {ours}: "
+                "resume with the same settings and data"
+            )
+    return state
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The log
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """The lines of a log; a last line that a killed run left unfinished is ignored. No file: no lines."""
+    if not path.exists():
+        return []
+    lines = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            lines.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return lines
+
+
+def write_log(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+    with atomic_open(path) as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def append_log(path: Path, line: Mapping[str, Any]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line, allow_nan=False) + "\n")
+
+
+def plot_log(path: Path) -> Path:
+    """Loss and agreement against supervised tokens, validation by pipeline depth and fill; `training_curve.png`."""
+    lines = read_log(path)
+    curves: dict[str, list[tuple[float, float, float]]] = {}  # name -> (tokens, loss, agreement)
+    for line in lines:
+        for entry in line.get("validation", [line | {"name": "training"}]):
+            name = entry.get("name") or f"validation, n = {entry['num_stages']}, fill {entry['fill']}"
+            if entry["loss"] is not None:
+                curves.setdefault(name, []).append((line["supervised_tokens"], entry["loss"], entry["agreement"]))
+    figure = Figure(figsize=(12, 4.5), layout="constrained")  # without pyplot there is no display to need
+    axes = figure.subplots(1, 2, sharex=True)
+    shades = iter(colormaps["viridis"](np.linspace(0.0, 0.9, len(curves))))
+    for name, points in curves.items():
+        tokens, *values = zip(*points, strict=True)
+        style = {"color": "0.7", "zorder": 1} if name == "training" else {"color": next(shades), "marker": "o", "ms": 3}
+        for axis, series in zip(axes, values, strict=True):
+            axis.plot(np.array(tokens) / 1e6, series, label=name, lw=1.2, **style)
+    for axis, title in zip(axes, ("loss (KL per position)", "top-1 agreement with the target"), strict=True):
+        axis.set(xlabel="supervised tokens, millions", title=title)
+        axis.grid(alpha=0.3)
+    axes[0].set_ylim(bottom=0)
+    axes[1].set_ylim(0, 1)
+    if curves:
+        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", fontsize=8)
+    target = path.with_name(CURVE_NAME)
+    with atomic_open(target, "wb") as file:
+        figure.savefig(file, dpi=120, format="png")
+    return target
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Stopping
+
+
+class StopSignals:
+    """SIGTERM and Ctrl-C are noted, for the run to stop after its step; a second Ctrl-C stops at once.
+
+    A launcher may pass Ctrl-C on as SIGTERM on top of the terminal's own: that one must not stop the saving.
+    """
+
+    def __init__(self):
+        self.received: int | None = None  # the first signal
+
+    def __enter__(self) -> StopSignals:
+        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, _frame: object) -> None:
+        if number == self.received == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.received = self.received or number

@@ -211,14 +211,15 @@ def read_draft_vocab(path: str, vocab_size: int) -> list[int]:
         listed = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"--draft_vocab_json {path!r} cannot be read: {first_line(error)}") from None
-    if not isinstance(listed, dict) or not {"token_ids", "vocab_size"} <= listed.keys():
+    ids = listed.get("token_ids") if isinstance(listed, dict) else None
+    if not isinstance(ids, list) or not all(type(token) is int for token in ids) or "vocab_size" not in listed:
         raise ValueError(f"--draft_vocab_json {path!r} lacks token_ids or vocab_size: is it from build_draft_vocab.py?")
     if listed["vocab_size"] != vocab_size:
         raise ValueError(
             f"--draft_vocab_json {path!r} was built for a vocabulary of {listed['vocab_size']} tokens, the target has "
             f"{vocab_size}: build one with this target's tokenizer and --vocab_size {vocab_size}"
         )
-    return listed["token_ids"]
+    return ids
 
 
 def head_config(args: argparse.Namespace, target: PreTrainedConfig) -> HeadConfig:
@@ -684,7 +685,8 @@ def main(args: argparse.Namespace) -> int:
     head = new_head(config, target, args.spec_init_from_base_layers, args.seed)
     collator = PadCollator(0 if tokenizer.pad_token_id is None else tokenizer.pad_token_id)
     if args.tracker != "none":
-        accelerator.init_trackers("speculation_head", {name: str(value) for name, value in vars(args).items()})
+        settings = {name: str(value) for name, value in vars(args).items()}
+        accelerator.init_trackers("speculation_head", settings, {"wandb": {"dir": str(args.output_dir)}})
     code = Trainer(args, accelerator, target, head, data, collator).run(checkpoint)
     accelerator.end_training()
     return code

@@ -62,21 +62,20 @@ def main(args: argparse.Namespace) -> None:
                 turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
                 file.write(json.dumps({"messages": turns}, ensure_ascii=False) + "\n")
         del target
-        third = json.loads((Path(args.base_model_path) / "config.json").read_text())["num_hidden_layers"]
+        layers = json.loads((Path(args.base_model_path) / "config.json").read_text())["num_hidden_layers"]
         flags = {
             "model_name": args.base_model_path,
             "data_path": data,
             "output_dir": Path(folder) / "run",
             "draft_vocab_json": HERE.parent / "draft_vocab" / "sharegpt_smollm2_top_16k.json",
             "num_stages": args.num_stages,
-            "spec_init_from_base_layers": f"{third // 2},{third - 1}",
+            "spec_init_from_base_layers": f"{layers // 2},{layers - 1}",
             "max_minutes": args.minutes,
-            "epochs": 30,
+            "epochs": 25,
             "batch_size": 4,
             "gradient_accumulation_steps": 1,
-            "optimizer": "muon",
-            "lr": 4e-3,
-            "warmup_steps": 5,
+            "lr": 2e-3,
+            "warmup_steps": 3,
             "val_fraction": 0,
             "cache_dir": Path(folder) / "cache",
         }

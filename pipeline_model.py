@@ -1052,6 +1052,19 @@ def training_loss(
     return TrainingLoss(total, counted, supervised.sum(), agreed)
 
 
+def check_base_layers(base_layers: Sequence[int], num_spec_layers: int, target_config: PreTrainedConfig) -> None:
+    """ValueError unless there is one target layer (1-based) a speculation layer, in range and of full attention."""
+    if len(base_layers) != num_spec_layers:
+        raise ValueError(
+            f"spec_init_from_base_layers lists {len(base_layers)} layers, but num_spec_layers is {num_spec_layers}: "
+            "give one a speculation layer"
+        )
+    for number in base_layers:
+        _integer("an entry of spec_init_from_base_layers", number, 1, target_config.num_hidden_layers)
+        if is_linear_attention(target_config, number - 1):
+            raise ValueError(f"target layer {number} is linear attention: start from a full-attention layer")
+
+
 def new_head(
     config: HeadConfig, target: Target, base_layers: Sequence[int] | None = None, seed: int = 0
 ) -> SpeculationHead:
@@ -1059,28 +1072,20 @@ def new_head(
 
     Its lm_head starts from the target's rows for the draft vocabulary. `base_layers` lists one target layer (1-based,
     as anchors are counted) for each speculation layer to start from; whatever the two have in common is copied.
-    ValueError for a wrong number of layers, one out of range, and a linear-attention layer.
+    ValueError as `check_base_layers`.
     """
+    if base_layers is not None:
+        check_base_layers(base_layers, config.num_spec_layers, target.config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         head = SpeculationHead(config, target.config)
     rows = target.lm_head.weight.detach().float().cpu()
     with torch.no_grad():
         head.lm_head.weight.copy_(rows if config.draft_token_ids is None else rows[list(config.draft_token_ids)])
-    if base_layers is not None:
-        if len(base_layers) != config.num_spec_layers:
-            raise ValueError(
-                f"spec_init_from_base_layers lists {len(base_layers)} layers, but num_spec_layers is "
-                f"{config.num_spec_layers}: give one a speculation layer"
-            )
-        for layer, number in zip(head.spec_layers, base_layers, strict=True):
-            _integer("an entry of spec_init_from_base_layers", number, 1, target.num_layers)
-            if is_linear_attention(target.config, number - 1):
-                raise ValueError(f"target layer {number} is linear attention: start from a full-attention layer")
-            source = target.layers[number - 1].state_dict()
-            own = layer.state_dict()
-            common = {name: w for name, w in source.items() if name in own and own[name].shape == w.shape}
-            layer.load_state_dict(common, strict=False)
+    for layer, number in zip(head.spec_layers, base_layers or (), strict=False):
+        source, own = target.layers[number - 1].state_dict(), layer.state_dict()
+        common = {name: w for name, w in source.items() if name in own and own[name].shape == w.shape}
+        layer.load_state_dict(common, strict=False)
     return head.float().to(target.device)
 
 

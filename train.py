@@ -53,6 +53,7 @@ from pipeline_model import (
     Target,
     TrainingLoss,
     auto_anchors,
+    check_base_layers,
     check_supported,
     new_head,
     parse_stage_layers,
@@ -255,6 +256,8 @@ def head_config(args: argparse.Namespace, target: PreTrainedConfig) -> HeadConfi
         raw |= {"draft_token_ids": ids, "draft_vocab_size": len(ids)}
     config = HeadConfig.parse(raw)
     config.check_target(target)
+    if args.spec_init_from_base_layers is not None:
+        check_base_layers(args.spec_init_from_base_layers, config.num_spec_layers, target)
     return config
 
 

@@ -1,0 +1,229 @@
+"""The training forward against METHOD section 4 written down as plain loops, and against reference numbers."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import VOCAB, tiny_head, tiny_target
+
+import pipeline_model
+from pipeline_model import (
+    Target,
+    draft_rows,
+    key_types,
+    load_head,
+    new_head,
+    staircase_plan,
+    teacher_features,
+    training_loss,
+)
+
+FIXTURE = Path(__file__).parents[2] / "shared/interop/llama_v11"
+
+
+def batch(rows=2, length=11, seed=0, padded=3, supervised=0.7):
+    """Right-padded ids, labels and attention mask; the second row has `padded` tokens less."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, VOCAB, (rows, length), generator=generator)
+    labels = ids.masked_fill(torch.rand(rows, length, generator=generator) > supervised, -100)
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[1, -padded:] = 0
+        labels[1, -padded:] = -100
+    return ids, labels, mask
+
+
+def depth_type(anchors, sizes, depth):
+    """f(d) = max{k : b_k <= layers available at depth d}."""
+    layers = sum(sizes[:depth])
+    return max(k for k, anchor in enumerate(anchors) if anchor <= layers)
+
+
+def sees(anchors, sizes, fill, query, key):
+    """Whether the row (k, t) attends to the row (j, T): the staircase, one pair at a time."""
+    (kind, t), (other, earlier), n = query, key, len(sizes)
+    depth = next(d for d in range(n + 1) if depth_type(anchors, sizes, d) == kind)
+    distance = t - earlier
+    if distance < 0:
+        return False
+    if distance >= fill:
+        return other == len(anchors) - 1
+    return other == depth_type(anchors, sizes, min(n, depth + distance))
+
+
+def reference_loss(head, target, ids, labels, mask, sizes, fill, temperature):
+    """Sum of KL * tau^2, counted, supervised, agreed: every row of every live type, sequence by sequence."""
+    anchors = head.config.aggr_feature_bound
+    states = []  # h_0 .. h_L by hooks on an untouched forward of the whole model
+    hooks = [layer.register_forward_hook(lambda _, __, out: states.append(out)) for layer in target.layers]
+    with torch.no_grad():
+        teacher_logits = target.model(ids).logits
+    for hook in hooks:
+        hook.remove()
+    states = [target.embed_tokens(ids), *states]
+    draft_ids = list(head.config.draft_token_ids or range(VOCAB))
+    live = sorted({depth_type(anchors, sizes, depth) for depth in range(len(sizes) + 1)})
+    total, counted, supervised, agreed = 0.0, 0, 0, 0
+    for row in range(len(ids)):
+        length = int(mask[row].sum())
+        pairs = [(kind, t) for kind in live for t in range(length)]
+        x = torch.stack(
+            [head.aggr_projs[k](torch.cat([states[b][row, t] for b in anchors[: k + 1]])) for k, t in pairs]
+        )[None]
+        cos, sin = target.rope(length)
+        positions = [t for _, t in pairs]
+        rope = cos[:, positions], sin[:, positions]
+        visible = torch.tensor([[sees(anchors, sizes, fill, q, k) for k in pairs] for q in pairs])
+        for layer in head.spec_layers:
+            normed = layer.input_layernorm(x)
+            keys, values = layer.keys_values(normed, rope)
+            queries, gate = layer.queries(normed, rope)
+            group = queries.shape[1] // keys.shape[1]
+            keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+            scores = (queries @ keys.transpose(2, 3) * layer.self_attn.scaling).masked_fill(~visible, -torch.inf)
+            x = layer.finish(x, scores.softmax(dim=-1) @ values, gate)
+        draft = head.lm_head(target.norm(x[0, :length]))  # the first rows are type 0
+        for t in range(length - 1):
+            if labels[row, t + 1] < 0:
+                continue
+            supervised += 1
+            best = int(teacher_logits[row, t].argmax())
+            if best not in draft_ids:
+                continue
+            counted += 1
+            agreed += draft_ids[int(draft[t].argmax())] == best
+            log_p = (teacher_logits[row, t, draft_ids] / temperature).log_softmax(dim=-1)
+            log_q = (draft[t] / temperature).log_softmax(dim=-1)
+            total = total + (log_p.exp() * (log_p - log_q)).sum() * temperature**2
+    return total, counted, supervised, agreed
+
+
+CASES = [  # family, sizes, anchors (None: auto), fill (None: n), draft vocabulary, layers of the head, temperature
+    ("llama", (1, 1, 1, 1), None, None, None, 2, 1.0),
+    ("llama", (1, 1, 1, 1), None, 1, 20, 2, 1.0),
+    ("llama", (1, 1, 1, 1), None, 2, None, 3, 2.0),
+    ("llama", (1, 1, 1, 1), (0, 1, 2, 3), 3, 20, 2, 0.5),
+    ("llama", (1, 1, 1, 1), (0, 1, 2, 3, 4), None, None, 2, 1.0),
+    ("llama", (2, 2), (0, 1, 2, 3), None, None, 2, 1.0),  # type 1 is dead
+    ("llama", (2, 2), (0,), None, 20, 1, 1.0),
+    ("llama", (4,), None, None, None, 1, 1.0),
+    ("qwen3", (1, 3), None, 1, 20, 2, 1.0),
+    ("qwen3_moe", (1, 2, 1), None, None, None, 1, 1.0),
+    ("qwen3_5", (1, 1, 2), None, None, 20, 2, 1.0),
+    ("qwen3_5", (1, 1, 1, 1), None, 2, None, 2, 1.0),
+    ("qwen3_5_moe", (2, 2), None, 1, None, 2, 2.0),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=[str(index) for index in range(len(CASES))])
+@pytest.mark.parametrize("chunk", [2, 128])
+def test_loss_and_gradients_equal_the_plain_loops(case, chunk, monkeypatch):
+    """Guards against every shortcut of the training forward: types left out, gathered keys, chunks, fused gradients.
+
+    Small chunks put many borders into a short sequence.
+    """
+    monkeypatch.setattr(pipeline_model, "QUERY_CHUNK", chunk)
+    monkeypatch.setattr(pipeline_model, "LOSS_CHUNK", chunk)
+    family, sizes, anchors, fill, draft_vocab, layers, temperature = case
+    target = tiny_target(family)
+    fields = {} if anchors is None else {"aggr_feature_bound": anchors}
+    head = tiny_head(target, sizes, draft_vocab=draft_vocab, num_spec_layers=layers, **fields).requires_grad_(True)
+    ids, labels, mask = batch()
+
+    total, *counts = reference_loss(head, target, ids, labels, mask, sizes, fill or len(sizes), temperature)
+    (total / counts[0]).backward()
+    expected = {name: weight.grad for name, weight in head.named_parameters()}
+    head.zero_grad(set_to_none=True)
+
+    features, hidden = teacher_features(target, ids, mask, head.config.aggr_feature_bound)
+    loss = training_loss(
+        head, target, features, hidden, labels, mask, stage_sizes=sizes, fill=fill, temperature=temperature
+    )
+    assert [int(count) for count in loss[1:]] == counts
+    torch.testing.assert_close(loss.total.detach(), total.detach(), rtol=1e-5, atol=1e-6)
+    (loss.total / loss.counted).backward()
+    for name, weight in head.named_parameters():
+        ours, theirs = (torch.zeros_like(weight) if grad is None else grad for grad in (weight.grad, expected[name]))
+        scale = max(float(theirs.abs().max()), 1e-6)
+        torch.testing.assert_close(
+            ours / scale, theirs / scale, rtol=1e-5, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def test_worked_example_of_the_staircase():
+    """Guards against an off-by-one in the key types: n = 4, a type a depth but the last two, every query row."""
+    types = (0, 1, 2, 3, 3)
+    assert key_types(0, types, 4) == (0, 1, 2)
+    assert key_types(1, types, 4) == (1, 2)
+    assert key_types(3, types, 4) == ()
+    assert key_types(0, types, 2) == (0, 1)
+    assert key_types(2, types, 1) == (2,)
+    anchors, sizes = (0, 1, 2, 3), (1, 1, 1, 1)
+    assert staircase_plan(anchors, sizes, None) == {0: (0, 1, 2), 1: (1, 2), 2: (2,), 3: ()}
+    assert staircase_plan(anchors, sizes, 1) == {0: (0,), 3: ()}  # one token in flight: nothing else is seen
+    with pytest.raises(ValueError, match="fill is 5"):
+        staircase_plan(anchors, sizes, 5)
+
+
+def test_padding_changes_nothing():
+    """Guards against padded tokens that are seen or counted: a padded batch is the sum of its rows alone."""
+    target = tiny_target("qwen3_5")
+    head = tiny_head(target, (1, 1, 2))
+    ids, labels, mask = batch(padded=4)
+
+    def loss(rows, length):
+        parts = ids[rows, :length], mask[rows, :length]
+        features, hidden = teacher_features(target, *parts, head.config.aggr_feature_bound)
+        return training_loss(
+            head, target, features, hidden, labels[rows, :length], parts[1], stage_sizes=(1, 1, 2), fill=2
+        )
+
+    whole, first, second = loss(slice(0, 2), 11), loss(slice(0, 1), 11), loss(slice(1, 2), 7)
+    torch.testing.assert_close(whole.total, first.total + second.total)
+    assert int(whole.counted) == int(first.counted + second.counted)
+    with pytest.raises(ValueError, match="right-padded"):
+        teacher_features(target, ids, mask.flip(1), head.config.aggr_feature_bound)
+
+
+def test_new_head_starts_from_the_target():
+    """Guards against a head that starts at random where it should start from the target, or depends on global state."""
+    target = tiny_target("llama")
+    config = tiny_head(target, (2, 2), draft_vocab=20).config
+    head = new_head(config, target, base_layers=[2, 4], seed=3)
+    torch.rand(5)
+    again = new_head(config, target, base_layers=[2, 4], seed=3)
+    assert all(torch.equal(a, b) for a, b in zip(head.parameters(), again.parameters(), strict=True))
+    assert torch.equal(head.lm_head.weight, target.lm_head.weight[list(config.draft_token_ids)])
+    for layer, number in zip(head.spec_layers, (2, 4), strict=True):
+        source = target.layers[number - 1]
+        assert torch.equal(layer.self_attn.o_proj.weight, source.self_attn.o_proj.weight)
+        assert torch.equal(layer.mlp.down_proj.weight, source.mlp.down_proj.weight)
+    for wrong, complaint in (([2], "lists 1 layers"), ([2, 5], "is 5"), ([0, 1], "is 0")):
+        with pytest.raises(ValueError, match=complaint):
+            new_head(config, target, base_layers=wrong)
+    hybrid = tiny_target("qwen3_5")
+    with pytest.raises(ValueError, match="layer 3 is linear attention"):
+        new_head(tiny_head(hybrid, (2, 2)).config, hybrid, base_layers=[2, 3])
+
+
+@pytest.mark.skipif(not FIXTURE.exists(), reason="the reference numbers are not at hand")
+@pytest.mark.parametrize("fill", [1, 2, 3, 4])
+def test_reference_numbers(fill):
+    """Guards against another reading of the training rules than the authors': losses and draft logits, every fill."""
+    expected = json.loads((FIXTURE / "expected.json").read_text())
+    target = Target.load(str(FIXTURE / "target"))
+    head = load_head(FIXTURE, target)
+    anchors, sizes = head.config.aggr_feature_bound, head.config.split(target.num_layers)
+    ids, labels, mask = (torch.tensor(expected[f"train_{name}"]) for name in ("input_ids", "labels", "attention_mask"))
+    features, hidden = teacher_features(target, ids, mask, anchors)
+    loss = training_loss(head, target, features, hidden, labels, mask, stage_sizes=sizes, fill=fill)
+    wanted = next(item for item in expected["training"] if item["fill"] == fill)
+    assert float(loss.total / loss.counted) == pytest.approx(wanted["loss"], abs=1e-4)
+    assert int(loss.agreed) / int(loss.supervised) == pytest.approx(wanted["acc"])
+
+    cos, sin = (table[:, : ids.shape[1]] for table in target.rope(ids.shape[1]))
+    real = mask.nonzero(as_tuple=True)
+    rows = draft_rows(head, features, (cos, sin), staircase_plan(anchors, sizes, fill), real)
+    logits = torch.load(FIXTURE / f"draft_logits_fill{fill}.pt", weights_only=True)
+    torch.testing.assert_close(head.lm_head(target.norm(rows)), logits[real], atol=1e-4, rtol=0)

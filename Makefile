@@ -21,7 +21,7 @@ help:
 	@sed -n 's/^# make/make/p' Makefile
 
 demo: demo_target $(DEMO_HEAD)
-	@$(RUN) pipeline_inference.py --base_model_path $(DEMO_TARGET) --spec_head_ckpt $(DEMO_HEAD) \
+	@$(RUN) pipeline_inference.py --base_model_path $(DEMO_TARGET) --spec_head_ckpt $(DEMO_HEAD) --max_new_tokens 80 \
 		--prompt "What is the capital of France?" "Write a short poem about the sea." "Explain what a prime number is."
 
 test: $(INSTALLED)

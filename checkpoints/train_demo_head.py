@@ -32,6 +32,7 @@ def build_parser() -> Parser:
     parser.add_argument("--num_stages", type=int, default=6, help="n")
     parser.add_argument("--answer_tokens", type=int, default=80, help="new tokens of an answer at most")
     parser.add_argument("--minutes", type=float, default=1.7, help="training time")
+    parser.add_argument("--curve", type=Path, help="also keep the training curve, as this PNG file")
     return parser
 
 
@@ -77,6 +78,7 @@ def main(args: argparse.Namespace) -> None:
             "lr": 2e-3,
             "warmup_steps": 3,
             "val_fraction": 0,
+            "log_interval": 1,
             "cache_dir": Path(folder) / "cache",
         }
         command = [item for name, value in flags.items() for item in (f"--{name}", str(value))]
@@ -85,6 +87,9 @@ def main(args: argparse.Namespace) -> None:
             raise ValueError(f"training ended with exit code {code}")
         with atomic_open(args.output, "wb") as file:
             file.write((Path(folder) / "run" / CHECKPOINT_NAME).read_bytes())
+        if args.curve:
+            with atomic_open(args.curve, "wb") as file:
+                file.write((Path(folder) / "run" / "training_curve.png").read_bytes())
     print(f"Head written to {args.output}")
 
 

@@ -193,9 +193,9 @@ class TokenTree:
 
     @property
     def fill(self) -> int:
-        """Tokens in flight at the newest position's entry, itself included: 1 .. n."""
+        """Tokens in flight when the next position is drafted, 1 .. n: the newest counts even if it has completed."""
         done = next(node.position for node in reversed(self.path) if node.completed)
-        return self.frontier[0].position - done
+        return max(1, self.frontier[0].position - done)
 
     def new_node(self, token: int, parent: Node, score: float = 0.0, fill: int = 0) -> Node:
         position = parent.position + 1
@@ -460,14 +460,17 @@ class SPDDrafter:
 
     def _stays(self, node: Node, newest: int) -> bool:
         """Whether this row's type is final, whatever is accepted or rejected later."""
-        return node.completed if self.use_deepest else newest - node.position >= self._num_stages
+        distance = newest - node.position
+        return node.completed and distance > 0 if self.use_deepest else distance >= self._num_stages
 
     def _refresh(self, nodes: Sequence[Node], newest: int) -> None:
         """Compute g_k for the nodes whose type has changed since the last cycle: each A_k runs once, on few rows."""
         changed: dict[int, list[int]] = {}
         for node in nodes:
-            deepest = node.completed and self.use_deepest
-            kind = self._types[-1 if deepest else min(self._num_stages, newest - node.position)]
+            distance = newest - node.position
+            # The newest row is g_0, the only type that drafts, even if a lagged verdict finds it completed already.
+            deepest = self.use_deepest and node.completed and distance > 0
+            kind = self._types[-1 if deepest else min(self._num_stages, distance)]
             if self._row_types[node.id] != kind:
                 self._row_types[node.id] = kind
                 changed.setdefault(kind, []).append(node.id)

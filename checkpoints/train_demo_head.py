@@ -31,7 +31,7 @@ def build_parser() -> Parser:
     parser.add_argument("--output", type=Path, default=HERE / "speculation_head_demo.pt", help="head to write")
     parser.add_argument("--num_stages", type=int, default=6, help="n")
     parser.add_argument("--answer_tokens", type=int, default=80, help="new tokens of an answer at most")
-    parser.add_argument("--minutes", type=float, default=1.7, help="training time")
+    parser.add_argument("--minutes", type=float, default=4.0, help="training time at most")
     parser.add_argument("--curve", type=Path, help="also keep the training curve, as this PNG file")
     return parser
 
@@ -53,7 +53,7 @@ def main(args: argparse.Namespace) -> None:
     prompts = args.prompts.read_text(encoding="utf-8").split("\n")
     prompts = [prompt for prompt in prompts if prompt.strip()]
     print(f"No trained head yet: making a small one from the target's answers to {len(prompts)} prompts, in about")
-    print(f"{args.minutes + 0.5:.0f} minutes. It will know these answers and little else.", flush=True)
+    print("two minutes. It will know these answers and little else.", flush=True)
     target = Target.load(args.base_model_path)
     tokenizer = load_tokenizer(args.base_model_path)
     with tempfile.TemporaryDirectory() as folder:
@@ -72,7 +72,7 @@ def main(args: argparse.Namespace) -> None:
             "num_stages": args.num_stages,
             "spec_init_from_base_layers": f"{layers // 2},{layers - 1}",
             "max_minutes": args.minutes,
-            "epochs": 25,
+            "epochs": 15,
             "batch_size": 4,
             "gradient_accumulation_steps": 1,
             "lr": 2e-3,

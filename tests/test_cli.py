@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import processors
 from transformers import GPT2Config
 
 import pipeline_inference
@@ -98,6 +99,12 @@ def test_both_generations_are_shown(files, capsys, flags):
     assert "\033" not in out
 
 
+@pytest.mark.parametrize(("flags", "expected"), [([], True), (["--no-use_deepest"], False), (["--use_deepest"], True)])
+def test_use_deepest_is_as_trained_unless_set(files, flags, expected):
+    """Guards against a flag that does not reach the drafter, and a default other than the checkpoint's."""
+    assert Demo(build_parser().parse_args(arguments(files, *flags))).pipeline.drafter.use_deepest is expected
+
+
 def test_works_without_a_head(files, capsys):
     """Guards against a demo that needs what the user does not have yet."""
     code, out = run(capsys, files, head=False)
@@ -181,6 +188,11 @@ def test_prompts_are_user_turns_where_there_is_a_template(files, tmp_path, capsy
     for flags, expected in [([], [1, 5, 17, 3, 2]), (["--no-chat_template"], [5, 17, 3])]:
         demo = Demo(build_parser().parse_args(["--base_model_path", str(tmp_path), *flags, "--prompt", PROMPT]))
         assert demo.encode(PROMPT) == expected
+    add_bos = processors.TemplateProcessing(single="w1 $A", special_tokens=[("w1", 1)])
+    demo.tokenizer.backend_tokenizer.post_processor = add_bos
+    assert demo.encode(PROMPT) == [1, *IDS]
+    with pytest.raises(ValueError, match="the prompt ' ' is empty"):
+        demo.encode(" ")  # a token that the tokenizer adds does not make it a prompt
 
 
 def test_end_tokens_of_the_target_are_used(tmp_path, capsys):
@@ -322,6 +334,13 @@ def test_bad_files_are_refused_in_one_line(files, tmp_path, capsys, monkeypatch,
     argv = arguments(files, flag, str(files / name), "--trace", str(tmp_path / "trace.json"))
     assert complaint.format(files=files) in refusal(argv, capsys, monkeypatch)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("flags", [["--temperature", "-1"], ["--max_new_tokens", "0"], ["--draft_top_k", "0"]], ids=str)
+def test_flags_are_checked_before_anything_is_loaded(files, capsys, monkeypatch, flags):
+    """Guards against minutes of loading before a mistyped flag is noticed."""
+    message = refusal(arguments(files, *flags, "--base_model_path", str(files / "nothing")), capsys, monkeypatch)
+    assert f"{flags[0].removeprefix('--')} is " in message
 
 
 def test_just_fitting_generation_runs(files, capsys):

@@ -177,12 +177,7 @@ def test_drafts_against_a_plain_head_without_caches(family, sizes, width, lag, u
     assert fills == set(range(1, len(sizes) + 1))
 
 
-# FIXME: with verify_lag 1 a dead end is completed when it is confirmed. Then the newest row is fed, and stays in the
-# head's cache, with the deepest type instead of g_0, and its drafts are counted under fill n instead of 1.
-LAGGED_DEAD_END = pytest.mark.xfail(strict=True, reason="a completed newest token is not g_0, fill 1")
-
-
-@pytest.mark.parametrize("use_deepest", [pytest.param(True, marks=LAGGED_DEAD_END), False])
+@pytest.mark.parametrize("use_deepest", [True, False])
 def test_drafts_of_a_lagged_tree(use_deepest):
     """Guards against a newest token that has completed already: it is drafted from like any other newest token."""
     check = compare_with_plain((1, 2, 1), use_deepest, set())
@@ -332,7 +327,7 @@ def test_dead_end_is_kept_and_can_be_confirmed():
     assert corrected.cycles == 13
 
 
-@pytest.mark.parametrize("lag", [0, pytest.param(1, marks=LAGGED_DEAD_END)])
+@pytest.mark.parametrize("lag", [0, 1])
 def test_fill_of_drafts_behind_a_dead_end(lag):
     """Guards against counting a draft under the wrong fill where the newest token is not at depth 0.
 

@@ -608,8 +608,13 @@ class Decoder:
         """A generation to iterate over (it streams TokenEvents) or to `finish`.
 
         prompt: token ids, at least one. Stops after exactly `max_new_tokens`, or with the first end token. ValueError
-        for an empty prompt, max_new_tokens < 1, and a generation that would pass the target's position limit.
+        as `check`.
         """
+        self.check(prompt, max_new_tokens)
+        return Generation(self, list(prompt), max_new_tokens)
+
+    def check(self, prompt: Sequence[int], max_new_tokens: int) -> None:
+        """ValueError for an empty prompt, max_new_tokens < 1, and a generation past the target's position limit."""
         if not prompt:
             raise ValueError("the prompt is empty: give at least one token")
         check_limits(max_new_tokens, self.draft_top_k)
@@ -618,7 +623,6 @@ class Decoder:
                 f"prompt ({len(prompt)} tokens) and max_new_tokens ({max_new_tokens}) pass the target's limit of "
                 f"{self.max_positions} positions: shorten the prompt or lower max_new_tokens"
             )
-        return Generation(self, list(prompt), max_new_tokens)
 
 
 class Generation:
@@ -907,7 +911,9 @@ class Demo:
 
     def run(self) -> int:
         """Print every prompt's generations; write the trace. Exit code 1 if a float32 greedy pipeline differs."""
-        prompts = [(prompt, self.encode(prompt)) for prompt in self.args.prompt]  # a bad one fails before any work
+        prompts = [(prompt, self.encode(prompt)) for prompt in self.args.prompt]
+        for _, ids in prompts:  # a bad one fails before any work
+            self.standard.check(ids, self.args.max_new_tokens)
         failed, traces = False, {}
         for number, (prompt, ids) in enumerate(prompts, start=1):
             print(self.paint(f"\nPrompt {number}/{len(prompts)}: {prompt}", "bold"))

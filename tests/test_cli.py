@@ -343,6 +343,18 @@ def test_flags_are_checked_before_anything_is_loaded(files, capsys, monkeypatch,
     assert f"{flags[0].removeprefix('--')} is " in message
 
 
+def test_every_prompt_is_checked_before_the_first_runs(files, tmp_path, capsys, monkeypatch):
+    """Guards against an hour of prompts that is lost at the last one."""
+    for flags, bad in [(["--max_new_tokens", "252"], "w1 w2 w3 w4 w5"), ([], " ")]:
+        argv = arguments(files, *flags, "--trace", str(tmp_path / "trace.json"), prompts=["w1", bad])
+        monkeypatch.setattr(sys, "argv", ["pipeline_inference.py", *argv])
+        with pytest.raises(SystemExit) as caught:
+            run_script(main, build_parser())
+        assert caught.value.code == 2
+        assert capsys.readouterr().out == ""
+        assert list(tmp_path.iterdir()) == []
+
+
 def test_just_fitting_generation_runs(files, capsys):
     """Guards against a position limit that is one off."""
     code, out = run(capsys, files, "--max_new_tokens", "253", head=False)

@@ -15,6 +15,7 @@ from pipeline_model import Target
 from tests.tiny import (
     FAMILIES,
     VOCAB,
+    ScriptedDrafter,
     hf_greedy,
     oracle,
     random_prompt,
@@ -113,6 +114,20 @@ def test_the_sample_covers_every_value():
         cases = [case[1:] for case in CASES if case[0] == family]
         for values, column in zip(FACTORS.values(), zip(*cases, strict=True), strict=True):
             assert set(values) == set(column)
+
+
+@pytest.mark.parametrize("width", [1, 4])
+def test_draft_ids_are_translated(width):
+    """Guards against draft ids that are taken for the target's: output would stay right, and no draft ever would be."""
+    target, _ = models("llama")
+    prompt, sequence = reference("llama", False, 9)
+    draft_ids = sorted({*sequence, 60})
+    drafter = ScriptedDrafter(lambda path: [draft_ids.index(sequence[len(path)])], len(draft_ids)).with_prompt(prompt)
+    drafter.draft_token_ids = torch.tensor(draft_ids)
+    decoder = Decoder(LocalExecutor(target, (2, 2)), drafter, draft_top_k=width)
+    result = decoder.generate(prompt, TOKENS)
+    assert result.tokens == sequence[len(prompt) :]
+    assert result.alpha == 1
 
 
 @pytest.mark.parametrize("rope_type", ["linear", "llama3", "yarn"])

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import VOCAB, tiny_head, tiny_target
 
 import pipeline_model
 from pipeline_model import (
@@ -18,6 +17,7 @@ from pipeline_model import (
     teacher_features,
     training_loss,
 )
+from tests.tiny import VOCAB, tiny_head, tiny_target
 
 FIXTURE = Path(__file__).parents[2] / "shared/interop/llama_v11"
 

@@ -287,12 +287,14 @@ FILTERED = Sampling(temperature=1.3, top_k=5, top_p=0.9)
 
 
 @pytest.mark.parametrize(
-    ("sampling", "width"), [(NEUTRAL, 1), (NEUTRAL, 4), (FILTERED, 1), (FILTERED, 4)], ids=["W1", "W4", "W1f", "W4f"]
+    ("sampling", "width", "draft_vocab"),
+    [(NEUTRAL, 1, None), (NEUTRAL, 1, 3), (NEUTRAL, 4, None), (FILTERED, 1, None), (FILTERED, 4, 3)],
+    ids=["chain", "reduced-chain", "tree", "filtered-chain", "filtered-reduced-tree"],
 )
-def test_sampled_outputs_are_distributed_as_the_target(target, sampling, width):
+def test_sampled_outputs_are_distributed_as_the_target(target, sampling, width, draft_vocab):
     """Guards against a loop that verifies with the wrong position, q or rule: 64 pairs of tokens, enumerated."""
-    head = tiny_head(target, (1, 1), num_spec_layers=1)
-    counts, alpha = sampled_pairs(spd_decoder(target, head, sampling=sampling, draft_top_k=width), 500)
+    head = tiny_head(target, (1, 1), num_spec_layers=1, draft_vocab=draft_vocab)
+    counts, alpha = sampled_pairs(spd_decoder(target, head, sampling=sampling, draft_top_k=width), 450)
     assert 0.1 < alpha < 0.9  # both outcomes were there
     assert max(map(abs, excesses(counts, exact_pairs(target, sampling)))) < 3.5
 

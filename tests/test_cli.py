@@ -343,6 +343,22 @@ def test_flags_are_checked_before_anything_is_loaded(files, capsys, monkeypatch,
     assert f"{flags[0].removeprefix('--')} is " in message
 
 
+@pytest.mark.xfail(
+    strict=True, reason="the trace is opened after all the work: IsADirectoryError; without a head: silence"
+)
+@pytest.mark.parametrize("head", [True, False])
+def test_trace_that_cannot_be_written_is_refused(files, tmp_path, capsys, monkeypatch, head):
+    """Guards against a trace that fails after all the work, or is asked for where there is no pipeline to trace."""
+    path = tmp_path if head else tmp_path / "trace.json"
+    assert "--trace" in refusal(arguments(files, "--trace", str(path), head=head), capsys, monkeypatch)
+
+
+@pytest.mark.xfail(strict=True, reason="a RuntimeError")
+def test_devices_that_cannot_run_a_model_are_refused(files, capsys, monkeypatch):
+    """Guards against a traceback for a device that torch knows by name, but cannot compute on."""
+    assert "--device is 'meta'" in refusal(arguments(files, "--device", "meta"), capsys, monkeypatch)
+
+
 def test_every_prompt_is_checked_before_the_first_runs(files, tmp_path, capsys, monkeypatch):
     """Guards against an hour of prompts that is lost at the last one."""
     for flags, bad in [(["--max_new_tokens", "252"], "w1 w2 w3 w4 w5"), ([], " ")]:

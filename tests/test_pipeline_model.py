@@ -262,6 +262,24 @@ def test_wrong_config_values_are_named(key, value, complaint):
         HeadConfig.parse(RAW | {key: value})
 
 
+WRONG_TYPE = [
+    ("draft_token_ids", 5),
+    ("draft_token_ids", [float(token) for token in range(VOCAB)]),
+    ("stage_layers", 4),
+    ("stage_layers", [1.5, 2.5]),
+    ("trained_num_stages", 5),
+    ("spec_init_from_base_layers", 5),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), WRONG_TYPE, ids=lambda value: str(value)[:20])
+@pytest.mark.xfail(strict=True, reason="HeadConfig.parse takes it, or ends in a TypeError")
+def test_config_values_of_a_wrong_type_are_named(key, value):
+    """Guards against a TypeError from a foreign checkpoint, and against fractions that are cut to whole numbers."""
+    with pytest.raises(ValueError, match=key):
+        HeadConfig.parse(RAW | {key: value})
+
+
 @pytest.mark.parametrize("key", ["hidden_size", "vocab_size", "num_stages", "num_spec_layers", "aggr_feature_bound"])
 def test_missing_config_entries_are_named(key):
     """Guards against a KeyError for a checkpoint that lacks an entry."""
@@ -413,6 +431,16 @@ def test_files_that_are_no_checkpoint_are_refused(saved, tmp_path):
         read_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize("change", [{"config": None}, {"config": [1]}, {"state_dict": [1]}], ids=str)
+@pytest.mark.xfail(strict=True, reason="an AttributeError")
+def test_checkpoints_of_a_wrong_shape_are_refused(saved, tmp_path, change):
+    """Guards against a traceback for a file that has the two entries, but not as mappings."""
+    target, payload = saved
+    torch.save(payload | change, tmp_path / "bad.pt")
+    with pytest.raises(ValueError, match=r"bad\.pt"):
+        load_head(tmp_path / "bad.pt", target)
+
+
 def test_wrong_config_names_the_file(saved, tmp_path):
     """Guards against an error that leaves open which of several checkpoints is wrong."""
     target, payload = saved
@@ -494,6 +522,16 @@ def test_missing_targets_are_refused(tmp_path):
     save_target(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"no target model at.*model\.safetensors"):
+        Target.load(str(tmp_path))
+
+
+@pytest.mark.xfail(strict=True, reason="a SafetensorError")
+def test_truncated_weights_are_refused(tmp_path):
+    """Guards against a traceback for a download that was cut off."""
+    save_target(tmp_path)
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=str(tmp_path)):
         Target.load(str(tmp_path))
 
 

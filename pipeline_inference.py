@@ -23,6 +23,7 @@ from argparse import BooleanOptionalAction
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
@@ -78,7 +79,9 @@ class Sampling:
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """The distribution that is sampled from, [..., V] float32: temperature, then top-k, then top-p."""
-        warpers = LogitsProcessorList([TemperatureLogitsWarper(self.temperature)])
+        # A temperature that float32 cannot hold would divide by zero; the smallest one it can is as greedy.
+        temperature = max(float(self.temperature), torch.finfo(torch.float32).tiny)
+        warpers = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
         if self.top_k:
             warpers.append(TopKLogitsWarper(self.top_k))
         if self.top_p < 1:
@@ -558,8 +561,8 @@ class GenerationResult:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Measured decode speed, prefill excluded."""
-        return self.new_tokens / self.timings.decode if self.cycles else None
+        """Measured decode speed, prefill excluded; None without a cycle and until the generation has ended."""
+        return self.new_tokens / self.timings.decode if self.timings.decode and self.cycles else None
 
 
 def check_limits(max_new_tokens: int, draft_top_k: int) -> None:
@@ -628,7 +631,7 @@ class Decoder:
 class Generation:
     """The state of one generation, and its steps: prefill, then cycles of draft, stages, verify, commit.
 
-    Iterating runs it and streams its tokens, once; `result` is complete when the iteration ends.
+    Iterating runs it and streams its tokens; `result` is complete when the iteration ends.
     """
 
     def __init__(self, decoder: Decoder, prompt: list[int], max_new_tokens: int):
@@ -649,6 +652,7 @@ class Generation:
         self._generator = torch.Generator(decoder.executor.device).manual_seed(decoder.seed)
         self._q: Tensor | None = None  # [nodes, V_d] what each in-flight draft was sampled from
         self.timeline = Timeline(decoder.executor.device, keep_spans=decoder.keep_trace)
+        self._events = self._run()
         self._entered: list[list[Node]] = []  # by cycle, for the trace
         self._drafted: list[list[Node]] = []
         self.result = GenerationResult(
@@ -656,6 +660,10 @@ class Generation:
         )
 
     def __iter__(self) -> Iterator[TokenEvent]:
+        """The rest of the generation: a second iteration goes on where the first one is."""
+        return self._events
+
+    def _run(self) -> Iterator[TokenEvent]:
         begun = time.perf_counter()
         yield self._prefill()
         prefilled = time.perf_counter()
@@ -866,6 +874,12 @@ class Demo:
         dtype = DTYPES[automatic if args.dtype == "auto" else args.dtype]
         if args.attn_implementation.startswith("flash") and args.draft_top_k > 1:
             raise ValueError(f"--draft_top_k {args.draft_top_k} needs masks that flash attention lacks: use sdpa")
+        if not -(2**63) <= args.seed < 2**64:
+            raise ValueError(f"--seed is {args.seed}: it must fit 64 bits")
+        if args.trace and not args.spec_head_ckpt:
+            raise ValueError("--trace shows the pipeline's stages: it needs --spec_head_ckpt")
+        if args.trace and Path(args.trace).is_dir():
+            raise ValueError(f"--trace is {args.trace!r}, a folder: give a file name")
         config, _ = read_checkpoint(args.spec_head_ckpt) if args.spec_head_ckpt else (None, None)
         self.args = args
         self.target = Target.load(

@@ -25,6 +25,7 @@ The staircase, for n = 4 and a full pipeline, one column a token (10 is the newe
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -33,6 +34,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn.functional import linear, scaled_dot_product_attention
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen3Config
@@ -128,21 +130,34 @@ def _integer(name: str, value: Any, low: int, high: int | None = None) -> int:
     return value
 
 
+def _integers(name: str, value: Any, low: int) -> tuple[int, ...]:
+    """`value` as a list of integers >= low; ValueError names the field and the value."""
+    if isinstance(value, Tensor):
+        value = value.tolist()
+    if not isinstance(value, (list, tuple)) or not value:
+        raise ValueError(f"{name} is {value!r}: it must be a list of integers")
+    return tuple(_integer(f"an entry of {name}", item, low) for item in value)
+
+
+def _written_out(value: Any) -> Any:
+    """The list that a text like "4;6;6;4" or "4,6,6,4" stands for; anything else as it is."""
+    if isinstance(value, str) and re.fullmatch(r"\s*\d+(\s*[;,]\s*\d+)*\s*", value):
+        return [int(item) for item in re.split("[;,]", value)]
+    return value
+
+
 def parse_stage_layers(value: str | Sequence[int] | None) -> tuple[int, ...] | None:
     """`stage_layers` as layer counts, from "a;b;c" (commas work too) or a list; None and "" mean an even split."""
-    if value is None or len(value) == 0:
+    if value is None or value in ("", [], ()):
         return None
-    items = value.replace(",", ";").split(";") if isinstance(value, str) else value
-    try:
-        return tuple(int(item) for item in items)
-    except (TypeError, ValueError):
-        raise ValueError(f'stage_layers is {value!r}: write one layer count a stage, as in "4;6;6;4"') from None
+    value = _written_out(value)
+    if isinstance(value, str):
+        raise ValueError(f'stage_layers is {value!r}: write one layer count a stage, as in "4;6;6;4"')
+    return _integers("stage_layers", value, 0)
 
 
 def _anchor_list(value: Any) -> tuple[int, ...]:
-    if not isinstance(value, (list, tuple)) or not value:
-        raise ValueError(f"aggr_feature_bound is {value!r}: it must be a list of layer numbers that starts with 0")
-    anchors = tuple(_integer("an entry of aggr_feature_bound", item, 0) for item in value)
+    anchors = _integers("aggr_feature_bound", value, 0)
     if anchors[0] != 0 or any(a >= b for a, b in pairwise(anchors)):
         raise ValueError(f"aggr_feature_bound is {list(anchors)}: it must start with 0 and rise strictly")
     return anchors
@@ -156,12 +171,12 @@ def _draft_ids(value: Any, vocab_size: int, draft_vocab_size: int) -> tuple[int,
                 "a reduced vocabulary needs the list of its token ids"
             )
         return None
-    ids = tuple(value.tolist() if isinstance(value, Tensor) else value)
+    ids = _integers("draft_token_ids", value, 0)
     if len(ids) != draft_vocab_size:
         raise ValueError(f"draft_token_ids has {len(ids)} entries, but draft_vocab_size is {draft_vocab_size}")
     if any(a >= b for a, b in pairwise(ids)):
         raise ValueError("draft_token_ids must rise strictly")
-    if ids[0] < 0 or ids[-1] >= vocab_size:
+    if ids[-1] >= vocab_size:
         raise ValueError(f"draft_token_ids runs from {ids[0]} to {ids[-1]}, outside 0 .. {vocab_size - 1}")
     return ids
 
@@ -169,8 +184,8 @@ def _draft_ids(value: Any, vocab_size: int, draft_vocab_size: int) -> tuple[int,
 def _trained_stages(value: Any, num_stages: int) -> tuple[int, ...] | None:
     if value is None:
         return None
-    stages = tuple(_integer("an entry of trained_num_stages", item, 1) for item in value)
-    if not stages or max(stages) != num_stages:
+    stages = _integers("trained_num_stages", value, 1)
+    if max(stages) != num_stages:
         raise ValueError(f"trained_num_stages is {list(stages)}: its largest entry must be num_stages, {num_stages}")
     return stages
 
@@ -225,6 +240,8 @@ class HeadConfig:
         if version == 12 and stage_layers is None:
             raise ValueError("checkpoint version is 12, but stage_layers is missing")
         base_layers = raw.get("spec_init_from_base_layers")
+        if base_layers is not None:
+            base_layers = _integers("spec_init_from_base_layers", _written_out(base_layers), 0)
         return cls(
             hidden_size=_integer("hidden_size", raw["hidden_size"], 1),
             vocab_size=vocab_size,
@@ -238,7 +255,7 @@ class HeadConfig:
             spec_intermediate_size_fallback=_integer(
                 "spec_intermediate_size_fallback", raw.get("spec_intermediate_size_fallback", 9216), 1
             ),
-            spec_init_from_base_layers=None if base_layers is None else tuple(base_layers),
+            spec_init_from_base_layers=base_layers,
             trained_num_stages=_trained_stages(raw.get("trained_num_stages"), raw["num_stages"]),
             base_model_path=str(raw.get("base_model_path", "")),
             model_type=raw.get("model_type"),
@@ -553,7 +570,7 @@ class Target:
             model = AutoModelForCausalLM.from_pretrained(
                 path, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
             )
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             reason = str(error).strip().splitlines()[0]
             raise ValueError(
                 f"no target model at {path!r} ({reason}): give a folder with config.json and safetensors, or a hub id"
@@ -1113,11 +1130,16 @@ def read_checkpoint(path: str | Path) -> tuple[HeadConfig, dict[str, Tensor]]:
         payload = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise ValueError(f"no head checkpoint at {str(path)!r}: train one, or omit --spec_head_ckpt") from None
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
+    except pickle.UnpicklingError:
+        raise ValueError(
+            f"{str(path)!r} holds more than weights, or is damaged: only plain tensors and numbers are loaded"
+        ) from None
+    except (OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:120]
         raise ValueError(f"{str(path)!r} is no readable head checkpoint ({reason}): copy it again") from None
-    if not isinstance(payload, dict) or not {"state_dict", "config"} <= payload.keys():
-        raise ValueError(f"{str(path)!r} is not a head checkpoint: it must hold 'state_dict' and 'config'")
+    entries = [payload.get(name) for name in ("state_dict", "config")] if isinstance(payload, dict) else [None]
+    if not all(isinstance(entry, Mapping) for entry in entries):
+        raise ValueError(f"{str(path)!r} is not a head checkpoint: it must hold mappings 'state_dict' and 'config'")
     try:
         return HeadConfig.parse(payload["config"]), payload["state_dict"]
     except ValueError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -53,10 +54,9 @@ def resolve_device(name: str) -> torch.device:
     """A torch device from a flag: "auto" is CUDA where there is one. ValueError for one that is not there."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"--device is {name!r}: use auto, cpu, cuda or cuda:N") from None
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        raise ValueError(f"--device is {name!r}: use auto, cpu, cuda or cuda:N")
+    device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         count = torch.cuda.device_count()
         raise ValueError(f"--device is {name!r}, but this machine has {count} CUDA devices: use auto or cpu")

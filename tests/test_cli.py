@@ -343,9 +343,6 @@ def test_flags_are_checked_before_anything_is_loaded(files, capsys, monkeypatch,
     assert f"{flags[0].removeprefix('--')} is " in message
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the trace is opened after all the work: IsADirectoryError; without a head: silence"
-)
 @pytest.mark.parametrize("head", [True, False])
 def test_trace_that_cannot_be_written_is_refused(files, tmp_path, capsys, monkeypatch, head):
     """Guards against a trace that fails after all the work, or is asked for where there is no pipeline to trace."""
@@ -353,7 +350,6 @@ def test_trace_that_cannot_be_written_is_refused(files, tmp_path, capsys, monkey
     assert "--trace" in refusal(arguments(files, "--trace", str(path), head=head), capsys, monkeypatch)
 
 
-@pytest.mark.xfail(strict=True, reason="a RuntimeError")
 def test_devices_that_cannot_run_a_model_are_refused(files, capsys, monkeypatch):
     """Guards against a traceback for a device that torch knows by name, but cannot compute on."""
     assert "--device is 'meta'" in refusal(arguments(files, "--device", "meta"), capsys, monkeypatch)

@@ -247,7 +247,7 @@ WRONG = [
     ("draft_token_ids", [1, 2], f"has 2 entries, but draft_vocab_size is {VOCAB}"),
     ("draft_token_ids", [0, *range(VOCAB - 1)], "draft_token_ids must rise strictly"),
     ("draft_token_ids", list(range(1, VOCAB + 1)), f"from 1 to {VOCAB}, outside 0 .. {VOCAB - 1}"),
-    ("draft_token_ids", list(range(-1, VOCAB - 1)), "from -1 to"),
+    ("draft_token_ids", list(range(-1, VOCAB - 1)), "entry of draft_token_ids is -1"),
     ("trained_num_stages", [1, 4], r"trained_num_stages is \[1, 4\]: its largest entry must be num_stages, 2"),
     ("trained_num_stages", [0, 2], "an entry of trained_num_stages is 0"),
     ("stage_layers", "2;x", "stage_layers is '2;x'"),
@@ -273,7 +273,6 @@ WRONG_TYPE = [
 
 
 @pytest.mark.parametrize(("key", "value"), WRONG_TYPE, ids=lambda value: str(value)[:20])
-@pytest.mark.xfail(strict=True, reason="HeadConfig.parse takes it, or ends in a TypeError")
 def test_config_values_of_a_wrong_type_are_named(key, value):
     """Guards against a TypeError from a foreign checkpoint, and against fractions that are cut to whole numbers."""
     with pytest.raises(ValueError, match=key):
@@ -432,7 +431,6 @@ def test_files_that_are_no_checkpoint_are_refused(saved, tmp_path):
 
 
 @pytest.mark.parametrize("change", [{"config": None}, {"config": [1]}, {"state_dict": [1]}], ids=str)
-@pytest.mark.xfail(strict=True, reason="an AttributeError")
 def test_checkpoints_of_a_wrong_shape_are_refused(saved, tmp_path, change):
     """Guards against a traceback for a file that has the two entries, but not as mappings."""
     target, payload = saved
@@ -525,7 +523,6 @@ def test_missing_targets_are_refused(tmp_path):
         Target.load(str(tmp_path))
 
 
-@pytest.mark.xfail(strict=True, reason="a SafetensorError")
 def test_truncated_weights_are_refused(tmp_path):
     """Guards against a traceback for a download that was cut off."""
     save_target(tmp_path)

@@ -59,6 +59,8 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from script_utils import first_line
+
 IGNORE_INDEX = -100
 CONVERSATION_COLUMNS = ("conversations", "messages")
 ROLE_ALIASES = {
@@ -941,7 +943,3 @@ class PadCollator:
             "attention_mask": attention_mask,
             "example_id": [row["example_id"] for row in rows],
         }
-
-
-def first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).strip().splitlines()[0]

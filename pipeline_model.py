@@ -45,7 +45,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer
 
-from script_utils import atomic_open
+from script_utils import atomic_open, first_line
 
 CHECKPOINT_NAME = "speculation_head_final.pt"
 SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_5_text", "qwen3_5_moe_text")
@@ -563,18 +563,14 @@ class Target:
         attn_implementation: str = "sdpa",
         trust_remote_code: bool = False,
     ) -> Target:
-        """Load a local folder or a hub id. ValueError names a folder without a model and an unsupported model type."""
+        """Load a local folder or a hub id. ValueError as `load_target_config`, and for missing or damaged weights."""
+        load_target_config(path, trust_remote_code)
         try:
-            config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-            check_supported(config.get_text_config())
             model = AutoModelForCausalLM.from_pretrained(
                 path, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
             )
         except (OSError, SafetensorError) as error:
-            reason = str(error).strip().splitlines()[0]
-            raise ValueError(
-                f"no target model at {path!r} ({reason}): give a folder with config.json and safetensors, or a hub id"
-            ) from None
+            raise _no_target(path, error) from None
         return cls(model.to(device))
 
     @property
@@ -637,6 +633,26 @@ class Target:
         """The stages of a split; each captures the anchors that its own layers produce."""
         bounds = layers_available(stage_sizes)
         return [Stage(self, range(lo, hi), anchors) for lo, hi in pairwise(bounds)]
+
+
+def load_target_config(path: str, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """The (text) configuration of a local folder or a hub id, long before its weights.
+
+    ValueError for a folder without a model, and as `check_supported`.
+    """
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code).get_text_config()
+    except (OSError, ValueError) as error:
+        raise _no_target(path, error) from None
+    check_supported(config)
+    return config
+
+
+def _no_target(path: str, error: Exception) -> ValueError:
+    return ValueError(
+        f"no target model at {path!r} ({first_line(error)}): "
+        "give a folder with config.json and safetensors, or a hub id"
+    )
 
 
 def check_supported(config: PreTrainedConfig) -> None:
@@ -1135,7 +1151,7 @@ def read_checkpoint(path: str | Path) -> tuple[HeadConfig, dict[str, Tensor]]:
             f"{str(path)!r} holds more than weights, or is damaged: only plain tensors and numbers are loaded"
         ) from None
     except (OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:120]
+        reason = first_line(error, most=120)
         raise ValueError(f"{str(path)!r} is no readable head checkpoint ({reason}): copy it again") from None
     entries = [payload.get(name) for name in ("state_dict", "config")] if isinstance(payload, dict) else [None]
     if not all(isinstance(entry, Mapping) for entry in entries):

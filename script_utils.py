@@ -63,6 +63,11 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
+def first_line(error: Exception, most: int = 200) -> str:
+    """The first line of an error's message, at most so many characters; the class name where there is no message."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:most]
+
+
 @contextmanager
 def atomic_open(path: str | Path, mode: str = "w") -> Iterator[IO]:
     """Open a temporary file beside `path` and rename it at the end: the old file or the new one, never half of it."""

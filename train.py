@@ -40,9 +40,9 @@ from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerBase
 
-from conversation_data import OVERFLOW_POLICIES, ConversationData, PadCollator, first_line, load_conversations
+from conversation_data import OVERFLOW_POLICIES, ConversationData, PadCollator, load_conversations
 from optimizers import SCHEDULES, build_optimizers, lr_factor, scale_lr
 from pipeline_inference import load_tokenizer
 from pipeline_model import (
@@ -54,7 +54,7 @@ from pipeline_model import (
     TrainingLoss,
     auto_anchors,
     check_base_layers,
-    check_supported,
+    load_target_config,
     new_head,
     parse_stage_layers,
     read_checkpoint,
@@ -63,7 +63,7 @@ from pipeline_model import (
     teacher_features,
     training_loss,
 )
-from script_utils import Parser, quiet_libraries, run_record, run_script, write_json
+from script_utils import Parser, first_line, quiet_libraries, run_record, run_script, write_json
 from training_state import (
     LOG_NAME,
     DataOrder,
@@ -263,12 +263,7 @@ def head_config(args: argparse.Namespace, target: PreTrainedConfig) -> HeadConfi
 
 def target_config(args: argparse.Namespace) -> PreTrainedConfig:
     """The target's configuration, long before its weights. ValueError when there is none or it cannot be used."""
-    try:
-        config = AutoConfig.from_pretrained(args.model_name, trust_remote_code=args.trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"no target model at {args.model_name!r} ({first_line(error)})") from None
-    config = config.get_text_config()
-    check_supported(config)
+    config = load_target_config(args.model_name, args.trust_remote_code)
     if args.max_length > config.max_position_embeddings:
         raise ValueError(
             f"--max_length is {args.max_length}, but the target has positions for {config.max_position_embeddings}"

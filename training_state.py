@@ -26,7 +26,7 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 
 from pipeline_model import CHECKPOINT_NAME, SpeculationHead, save_head
-from script_utils import atomic_open
+from script_utils import atomic_open, first_line
 
 STATE_NAME = "training_state.pt"
 LOG_NAME = "log.jsonl"
@@ -204,7 +204,7 @@ def read_state(checkpoint: Path, identity: Mapping[str, Any]) -> dict[str, Any]:
     try:
         state = torch.load(checkpoint / STATE_NAME, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:120]
+        reason = first_line(error, most=120)
         raise ValueError(f"{str(checkpoint / STATE_NAME)!r} cannot be read ({reason}): resume from another") from None
     for name, ours in identity.items():
         theirs = state["identity"].get(name)

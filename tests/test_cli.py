@@ -16,7 +16,7 @@ import pipeline_inference
 import timeline
 from pipeline_inference import Demo, Verdict, build_parser, main
 from pipeline_model import CHECKPOINT_NAME, Target, load_head, save_head
-from script_utils import atomic_open, run_script
+from script_utils import atomic_open, first_line, run_script
 from tests.tiny import hf_greedy, save_target, spd_decoder, tiny_head, tiny_target
 from timeline import DRAFT, VERIFY, Span, Timeline, stage_row, write_trace
 
@@ -475,6 +475,20 @@ def test_trace_rows_are_in_the_order_of_the_pipeline(tmp_path):
     assert [(e["ts"], e["dur"], e["args"]) for e in slices] == [
         (5e5, 2.5e5, {"cycle": cycle, "position": 4}) for cycle in range(5)
     ]
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (OSError(), "OSError"),
+        (ValueError(" \n"), "ValueError"),
+        (OSError("\none\ntwo"), "one"),
+        (OSError("x" * 999), "x" * 200),
+    ],
+)
+def test_error_messages_become_one_line(error, line):
+    """Guards against an IndexError in place of an error without a message, and a page of text in one line."""
+    assert first_line(error) == line
 
 
 def test_half_written_files_never_appear(tmp_path):

@@ -517,6 +517,9 @@ def test_missing_targets_are_refused(tmp_path):
         Target.load("/nowhere/at/all")
     with pytest.raises(ValueError, match=str(tmp_path)):
         Target.load(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "unheard_of"}')
+    with pytest.raises(ValueError, match=r"no target model at.*`unheard_of`"):
+        Target.load(str(tmp_path))
     save_target(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"no target model at.*model\.safetensors"):

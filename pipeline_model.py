@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import pairwise
@@ -610,19 +610,47 @@ class Target:
         return self.lm_head(self.norm(hidden))
 
     def forward(self, input_ids: Tensor, anchors: Sequence[int]) -> tuple[Tensor, dict[int, Tensor]]:
-        """All layers over ids [B, S], causal, no cache: h_L [B, S, H] and the anchors {b: h_b}."""
-        hidden, length = self.embed(input_ids), input_ids.shape[1]
-        cos, sin = self.rope(length)
-        rope, mask = (cos[:, :length], sin[:, :length]), None
-        if self.needs_float_mask:
-            mask = float_mask(causal_mask(length, 0, hidden.device), hidden.dtype)[None, None]
-        captured = {0: hidden}
-        for index, layer in enumerate(self.layers):
+        """All layers over ids [B, S], causal, no cache: h_L [B, S, H] and the anchors {b: h_b}, h_0 among them."""
+        embedded, length = self.embed(input_ids), input_ids.shape[1]
+        mask = self.prompt_mask(length, 0, embedded.device)
+        hidden, captured = self.run_layers(range(self.num_layers), embedded, slice(0, length), mask, anchors)
+        return hidden, {0: embedded} | captured
+
+    def run_layers(
+        self,
+        layers: range,
+        hidden: Tensor,
+        positions: slice,
+        mask: Tensor | None,
+        anchors: Collection[int],
+        cache: StageCache | None = None,
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """Decoder layers (0-based) over hidden states [B, q, H] that stand at the given q positions.
+
+        mask [B or 1, 1, q, keys] bool, or None where attention needs none. Returns the last layer's output and the
+        anchors that these layers produce, {b: h_b}, before any final norm.
+        """
+        cos, sin = self.rope(positions.stop)
+        rope = cos[:, positions], sin[:, positions]
+        if mask is not None and self.needs_float_mask:
+            mask = float_mask(mask, hidden.dtype)
+        captured = {}
+        for index in layers:
             linear_layer = is_linear_attention(self.config, index)
-            hidden = layer(hidden, attention_mask=None if linear_layer else mask, position_embeddings=rope)
+            hidden = self.layers[index](
+                hidden, attention_mask=None if linear_layer else mask, position_embeddings=rope, cache=cache
+            )
             if index + 1 in anchors:
                 captured[index + 1] = hidden
         return hidden, captured
+
+    def prompt_mask(self, length: int, start: int, device: torch.device) -> Tensor | None:
+        """Causal mask [1, 1, length, start + length] of positions from `start` on; None where attention needs none.
+
+        SDPA and flash attention know the plain causal case by themselves, and one query may see all that is there.
+        """
+        plain = start == 0 and not self.needs_float_mask
+        return None if plain or length == 1 else causal_mask(length, start, device)[None, None]
 
     @property
     def needs_float_mask(self) -> bool:
@@ -691,11 +719,7 @@ class Stage:
         """Run a chunk of the prompt, [1, q, H] at positions start .. start + q - 1."""
         length = hidden.shape[1]
         cache.prefill(start, length, root)
-        mask = None
-        if length > 1 and (
-            start or self._target.needs_float_mask
-        ):  # SDPA and flash know the plain causal case by itself
-            mask = causal_mask(length, start, hidden.device)[None, None]
+        mask = self._target.prompt_mask(length, start, hidden.device)
         return self._run(hidden, slice(start, start + length), mask, cache)
 
     def run(self, hidden: Tensor, batch: NodeBatch, cache: StageCache) -> tuple[Tensor, dict[int, Tensor]]:
@@ -705,19 +729,7 @@ class Stage:
         return self._run(hidden, slice(batch.position, batch.position + 1), mask, cache)
 
     def _run(self, hidden: Tensor, positions: slice, mask: Tensor | None, cache: StageCache):
-        cos, sin = self._target.rope(positions.stop)
-        rope = cos[:, positions], sin[:, positions]
-        if mask is not None and self._target.needs_float_mask:
-            mask = float_mask(mask, hidden.dtype)
-        captured = {}
-        for index in self.layers:
-            linear_layer = is_linear_attention(self._target.config, index)
-            hidden = self._target.layers[index](
-                hidden, attention_mask=None if linear_layer else mask, position_embeddings=rope, cache=cache
-            )
-            if index + 1 in self.anchors:
-                captured[index + 1] = hidden
-        return hidden, captured
+        return self._target.run_layers(self.layers, hidden, positions, mask, self.anchors, cache)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

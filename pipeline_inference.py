@@ -92,12 +92,12 @@ class Sampling:
 
     def draw(self, logits: Tensor, generator: torch.Generator | None) -> int:
         """One token from logits [V]."""
-        return int(logits.argmax()) if self.greedy else draw(self.probabilities(logits), generator)
+        return int(logits.argmax() if self.greedy else draw(self.probabilities(logits), generator))
 
 
-def draw(probabilities: Tensor, generator: torch.Generator | None) -> int:
-    """One index from a distribution [V]."""
-    return int(torch.multinomial(probabilities, 1, generator=generator))
+def draw(probabilities: Tensor, generator: torch.Generator | None) -> Tensor:
+    """One index, [], from a distribution [V]; it stays on the device."""
+    return torch.multinomial(probabilities, 1, generator=generator)[0]
 
 
 class Verdict(NamedTuple):
@@ -142,7 +142,7 @@ def verify(
     uniform = float(torch.rand((), generator=generator, device=logits.device))
     if uniform < acceptance_probability(p, q, token):
         return Verdict(token, 0)
-    return Verdict(draw(residual(p, q), generator), None)
+    return Verdict(int(draw(residual(p, q), generator)), None)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -462,18 +462,16 @@ class SPDDrafter:
         return self.head.lm_head(self.target.norm(hidden))
 
     def _stays(self, node: Node, newest: int) -> bool:
-        """Whether this row's type is final, whatever is accepted or rejected later."""
+        """Whether this row has the deepest type for good, whatever is accepted or rejected later."""
         distance = newest - node.position
+        # The newest row is g_0, the only type that drafts, even if a lagged verdict finds it completed already.
         return node.completed and distance > 0 if self.use_deepest else distance >= self._num_stages
 
     def _refresh(self, nodes: Sequence[Node], newest: int) -> None:
         """Compute g_k for the nodes whose type has changed since the last cycle: each A_k runs once, on few rows."""
         changed: dict[int, list[int]] = {}
         for node in nodes:
-            distance = newest - node.position
-            # The newest row is g_0, the only type that drafts, even if a lagged verdict finds it completed already.
-            deepest = self.use_deepest and node.completed and distance > 0
-            kind = self._types[-1 if deepest else min(self._num_stages, distance)]
+            kind = self._types[-1 if self._stays(node, newest) else newest - node.position]
             if self._row_types[node.id] != kind:
                 self._row_types[node.id] = kind
                 changed.setdefault(kind, []).append(node.id)
@@ -731,33 +729,34 @@ class Generation:
 
     def _draft_one(self, logits: Tensor) -> Node:
         """Continue the chain: the drafter's argmax, or a sample from its distribution q, which is kept."""
-        if self._sampling.greedy:
-            return self._new_node(int(logits.argmax()), self.tree.frontier[0])
-        q = self._sampling.probabilities(logits)
-        node = self._new_node(draw(q, self._generator), self.tree.frontier[0])
-        if self._q is None:
-            self._q = q.new_zeros(self._plan.nodes, len(q))
-        self._q[node.id] = q
+        q = None if self._sampling.greedy else self._sampling.probabilities(logits)
+        draft_id = logits.argmax() if q is None else draw(q, self._generator)
+        token = int(self._target_ids(draft_id))
+        node = self.tree.new_node(token, self.tree.frontier[0], fill=self.tree.fill)
+        if q is not None:
+            if self._q is None:
+                self._q = q.new_zeros(self._plan.nodes, len(q))
+            self._q[node.id] = q
         return node
 
     def _draft_best(self, logits: Tensor) -> list[Node]:
         """The W best continuations of all frontier nodes, by summed log-probability. logits [F, V_d]."""
-        frontier, width = self.tree.frontier, self._settings.draft_top_k
+        frontier, fill, width = self.tree.frontier, self.tree.fill, self._settings.draft_top_k
         scores = torch.tensor([node.score for node in frontier], device=logits.device)
         best = logits.log_softmax(dim=-1).topk(min(width, logits.shape[-1]), dim=-1)
         totals = (best.values + scores[:, None]).flatten()
         chosen = totals.topk(min(width, len(totals)))
-        tokens = best.indices.flatten()[chosen.indices].tolist()
+        tokens = self._target_ids(best.indices.flatten()[chosen.indices]).tolist()
         parents = (chosen.indices // best.indices.shape[1]).tolist()
         return [
-            self._new_node(token, frontier[parent], score)
+            self.tree.new_node(token, frontier[parent], score, fill)
             for token, parent, score in zip(tokens, parents, chosen.values.tolist(), strict=True)
         ]
 
-    def _new_node(self, draft_id: int, parent: Node, score: float = 0.0) -> Node:
+    def _target_ids(self, draft_ids: Tensor) -> Tensor:
+        """The target's ids of draft ids, on their device: only the result has to reach the host."""
         ids = self._drafter.draft_token_ids
-        token = draft_id if ids is None else int(ids[draft_id])
-        return self.tree.new_node(token, parent, score, self.tree.fill)
+        return draft_ids if ids is None else ids[draft_ids]
 
     def _complete(self, completed: Completed | None) -> dict[Node, Tensor]:
         """Mark the nodes that have left the last stage; returns them with their h_L [H]."""

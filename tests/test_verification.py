@@ -308,7 +308,7 @@ def correct_from_p(logits, candidates, q, sampling, generator):
     p = sampling.probabilities(logits)
     if not candidates or torch.rand((), generator=generator) < acceptance_probability(p, q, candidates[0]):
         return accept_always(logits, candidates, q, sampling, generator)
-    return Verdict(draw(p, generator), None)
+    return Verdict(int(draw(p, generator)), None)
 
 
 def prefer_candidates(logits, candidates, q, sampling, generator):
@@ -317,7 +317,7 @@ def prefer_candidates(logits, candidates, q, sampling, generator):
     for place, token in enumerate(candidates):
         if torch.rand((), generator=generator) < p[token]:
             return Verdict(token, place)
-    return Verdict(draw(p, generator), None)
+    return Verdict(int(draw(p, generator)), None)
 
 
 @pytest.mark.parametrize(

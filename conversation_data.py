@@ -447,11 +447,11 @@ def known_turns(turns: list, counters: Counters) -> Iterator[tuple[str, object]]
         yield role, turn.get("value") if turn.get("content") is None else turn["content"]
 
 
-def clean_conversation(turns: object, counters: Counters) -> list[dict[str, str]]:
-    """Applies the rules of the module's table to the turns of one record.
+def clean_messages(turns: object, counters: Counters) -> list[dict[str, str]]:
+    """Applies the rules of the module's table to the turns of one record, but those about unanswered turns.
 
-    Returns messages `{"role", "content"}`: an optional system message, then user and assistant in turn, an assistant
-    message last. Raises SkipRecord.
+    Returns messages `{"role", "content"}`: an optional system message, then user and assistant in turn. Raises
+    SkipRecord.
     """
     if not isinstance(turns, list):
         raise SkipRecord("no turns" if turns is None else "turns are not a list")
@@ -473,12 +473,27 @@ def clean_conversation(turns: object, counters: Counters) -> list[dict[str, str]
             messages[-1]["content"] += "\n\n" + text
         else:
             messages.append({"role": role, "content": text})
+    return messages
+
+
+def clean_conversation(turns: object, counters: Counters) -> list[dict[str, str]]:
+    """The messages of one record, an assistant message last. Raises SkipRecord."""
+    messages = clean_messages(turns, counters)
     while messages and messages[-1]["role"] != "assistant":
         messages.pop()
-        repaired["unanswered turn at the end: dropped"] += 1
+        counters.repaired["unanswered turn at the end: dropped"] += 1
     if not messages:
         raise SkipRecord("no user turn with an answer")
     return messages
+
+
+def first_prompt(turns: object, counters: Counters) -> list[dict[str, str]]:
+    """The first user message of one record, and the system message before it. Raises SkipRecord."""
+    messages = clean_messages(turns, counters)
+    for index, message in enumerate(messages):
+        if message["role"] == "user":
+            return messages[: index + 1]
+    raise SkipRecord("no user turn")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

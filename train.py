@@ -33,7 +33,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-import datasets
 import numpy as np
 import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
@@ -43,6 +42,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerBase
 
 from conversation_data import OVERFLOW_POLICIES, ConversationData, PadCollator, load_conversations
+from feature_cache import FeatureCache
 from optimizers import SCHEDULES, build_optimizers, lr_factor, scale_lr
 from pipeline_inference import load_tokenizer
 from pipeline_model import (
@@ -137,6 +137,9 @@ def build_parser() -> Parser:
     data.add_argument("--val_examples", type=count, default=128, help="held-out examples used at most")
     data.add_argument("--num_proc", type=count, default=1, help="processes that tokenise")
     data.add_argument("--cache_dir", help="folder of the tokenised data; default: in the cache of datasets")
+    data.add_argument(
+        "--feature_cache", type=Path, help="folder for the target's hidden states: later epochs skip its pass"
+    )
 
     head = parser.add_argument_group("head")
     head.add_argument(
@@ -152,6 +155,12 @@ def build_parser() -> Parser:
         action=BooleanOptionalAction,
         default=True,
         help="also train on partly filled pipelines, where completed tokens show their deepest features",
+    )
+
+    head.add_argument(
+        "--fill_alpha",
+        type=number(float, 0, 1, above=True),
+        help="draw the fill F with weight alpha^(F-1), as decoding meets it; default: half full, half even",
     )
 
     steps = parser.add_argument_group("optimisation")
@@ -200,6 +209,8 @@ def check_launch(args: argparse.Namespace) -> None:
                 raise ValueError(f"--{name} {value} needs a CUDA device, and there is none")
     if args.lr_adamw is not None and args.optimizer != "muon":
         raise ValueError("--lr_adamw belongs to --optimizer muon: set --lr alone")
+    if args.fill_alpha is not None and not args.trained_with_use_deepest:
+        raise ValueError("--fill_alpha needs --trained_with_use_deepest: without it the pipeline is always full")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -355,6 +366,21 @@ class Trainer:
         self.progress = Progress()
         self.gradient_norm = math.nan  # of the last step, before clipping
         self.suspects: list[str] = []  # examples of the last skipped step
+        self.caches = self.open_caches()
+
+    def open_caches(self) -> dict[str, FeatureCache]:
+        """The feature cache of each part of the data; none without --feature_cache."""
+        folder, anchors = self.args.feature_cache, self.head.config.aggr_feature_bound
+        if folder is None:
+            return {}
+        caches = {}
+        with self.accelerator.local_main_process_first():
+            for part in ("train", "val"):
+                rows = getattr(self.data, part)
+                if rows is not None:
+                    caches[part] = FeatureCache(folder / part, self.target, anchors, rows, example_lengths(rows))
+        self.say(f"feature cache: {sum(cache.nbytes for cache in caches.values()) / 1e9:.1f} GB when full, in {folder}")
+        return caches
 
     # The loop
 
@@ -419,26 +445,34 @@ class Trainer:
 
     def accumulate(self) -> list[tuple[TrainingLoss, list[str]]]:
         """Gradients of this process's micro-batches, summed, and of all processes, averaged by the last backward."""
-        args, accelerator = self.args, self.accelerator
+        accelerator = self.accelerator
         micro_batches = self.order.step(self.progress.step)
         first, mine = self.progress.step * len(micro_batches), range(len(micro_batches))
         mine = mine[accelerator.process_index :: accelerator.num_processes]
         losses = []
         for index in mine:
-            batch = self.load(self.data.train, micro_batches[index])
-            n, fill = draw_fill(tuple(self.splits), args.trained_with_use_deepest, args.seed, first + index)
+            batch = self.load("train", micro_batches[index])
+            n, fill = self.draw_fill(first + index)
             with nullcontext() if index == mine[-1] else accelerator.no_sync(self.model):
                 loss = self.model(batch.teacher, self.splits[n], fill)
                 self.scaler.scale(loss.total).backward()
             losses.append((loss._replace(total=loss.total.detach()), batch.example_ids))
         return losses
 
-    def load(self, source: datasets.Dataset, rows: np.ndarray) -> MicroBatch:
-        """Rows of a data set, run through the target."""
+    def draw_fill(self, micro_batch: int) -> tuple[int, int]:
+        args = self.args
+        return draw_fill(tuple(self.splits), args.trained_with_use_deepest, args.fill_alpha, args.seed, micro_batch)
+
+    def load(self, part: str, rows: np.ndarray) -> MicroBatch:
+        """Rows of `train` or `val`, run through the target, or as its pass left them in the feature cache."""
+        source = getattr(self.data, part)
         batch = self.collator([source[int(row)] for row in rows])
         names = ("input_ids", "labels", "attention_mask")
         ids, labels, mask = (batch[name].to(self.accelerator.device, non_blocking=True) for name in names)
-        features, hidden = teacher_features(self.target, ids, mask, self.head.config.aggr_feature_bound)
+        if part in self.caches:
+            features, hidden = self.caches[part].features(rows, ids, mask)
+        else:
+            features, hidden = teacher_features(self.target, ids, mask, self.head.config.aggr_feature_bound)
         return MicroBatch((features, hidden, labels, mask), batch["example_id"])
 
     def scale_gradients(self, counted: int) -> float:
@@ -484,13 +518,12 @@ class Trainer:
         args, accelerator, progress = self.args, self.accelerator, self.progress
         if self.data.val is None:
             return []
-        rows = self.data.val.select(range(min(len(self.data.val), args.val_examples)))
-        longest_first = np.argsort(-example_lengths(rows), kind="stable")
-        batches = [longest_first[i : i + args.batch_size] for i in range(0, len(rows), args.batch_size)]
+        longest_first = np.argsort(-example_lengths(self.data.val)[: args.val_examples], kind="stable")
+        batches = [longest_first[i : i + args.batch_size] for i in range(0, len(longest_first), args.batch_size)]
         shapes = [(n, fill) for n in self.splits for fill in range(1 if args.trained_with_use_deepest else n, n + 1)]
         sums = torch.zeros(len(shapes), 4, dtype=torch.float64, device=accelerator.device)
         for batch in batches[accelerator.process_index :: accelerator.num_processes]:
-            teacher = self.load(rows, batch).teacher
+            teacher = self.load("val", batch).teacher
             for index, (n, fill) in enumerate(shapes):
                 shape = {"stage_sizes": self.splits[n], "fill": fill, "temperature": args.temperature}
                 with accelerator.autocast():
@@ -555,7 +588,7 @@ class Trainer:
 
     def identity(self) -> dict[str, object]:
         """What has to be the same in a continued run."""
-        names = ("seed", "optimizer", "lr", "lr_adamw", "weight_decay", "trained_with_use_deepest")
+        names = ("seed", "optimizer", "lr", "lr_adamw", "weight_decay", "trained_with_use_deepest", "fill_alpha")
         return {f"--{name}": getattr(self.args, name) for name in names} | {
             "examples per step": self.order.step_size,
             "training examples": len(self.data.train),

@@ -76,15 +76,32 @@ def example_lengths(rows: datasets.Dataset) -> np.ndarray:
     return np.concatenate([pyarrow.compute.list_value_length(table["input_ids"]).to_numpy() for table in tables])
 
 
-def draw_fill(num_stages: Sequence[int], use_deepest: bool, seed: int, micro_batch: int) -> tuple[int, int]:
+def draw_fill(
+    num_stages: Sequence[int], use_deepest: bool, alpha: float | None, seed: int, micro_batch: int
+) -> tuple[int, int]:
     """Pipeline depth n and fill F of a micro-batch, numbered from the start of the run.
 
-    n is uniform. Half of the micro-batches have F = n, the others F uniform in 1 .. n-1 (METHOD section 4).
+    n is uniform. Without `alpha` half of the micro-batches have F = n, the others F uniform in 1 .. n-1 (METHOD section
+    4). With it F has weight alpha^(F-1), and F = n that of all that would follow: a draft made with F tokens in flight
+    is verified only if the F-1 before it were accepted, so these are the fills whose drafts decide the acceptance.
     """
     random = np.random.default_rng((seed, 1, micro_batch))
     depth = int(random.choice(num_stages))
-    full = not use_deepest or depth == 1 or random.random() < 0.5
-    return depth, depth if full else int(random.integers(1, depth))
+    if not use_deepest or depth == 1:
+        return depth, depth
+    if alpha is not None:
+        weights = fill_weights(depth, alpha)
+        return depth, int(random.choice(depth, p=weights)) + 1
+    return depth, depth if random.random() < 0.5 else int(random.integers(1, depth))
+
+
+def fill_weights(num_stages: int, alpha: float) -> np.ndarray:
+    """Shares of the verified drafts that were made with 1 .. n tokens in flight, at acceptance `alpha`: [n]."""
+    weights = alpha ** np.arange(num_stages)
+    if alpha < 1:
+        weights[-1] /= 1 - alpha  # the pipeline stays full until a rejection
+        return weights / weights.sum()
+    return np.eye(num_stages)[-1]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from training_state import (
     DataOrder,
     StopSignals,
     draw_fill,
+    fill_weights,
     list_checkpoints,
     random_state,
     read_log,
@@ -180,6 +181,24 @@ def test_resume_is_exact(work, tmp_path, optimizer):
     assert ours.pop("numpy") == theirs.pop("numpy")
     assert_same_weights(weights(whole), weights(resumed))
     assert comparable(whole) == comparable(resumed)
+
+
+def test_feature_cache_changes_nothing_between_runs(work, tmp_path, monkeypatch):
+    """Guards --feature_cache: two epochs with a cache that fills, with a full one, and from a checkpoint, are the same
+    run; with a full cache the target's layers never run."""
+    more = ["--epochs", 2, "--save_interval", 7, "--feature_cache", tmp_path / "cache"]
+    assert run(work, tmp_path / "filling", *more) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(Target, "forward", lambda *_: pytest.fail("the target ran"))
+        assert run(work, tmp_path / "full", *more) == 0
+        checkpoint = list_checkpoints(tmp_path / "full")[0]
+        assert run(work, tmp_path / "resumed", *more, "--resume_from", checkpoint) == 0
+    assert comparable(tmp_path / "full") == comparable(tmp_path / "filling")
+    assert_same_weights(weights(tmp_path / "full"), weights(tmp_path / "filling"))
+    assert_same_weights(weights(tmp_path / "resumed"), weights(tmp_path / "filling"))
+    assert run(work, tmp_path / "plain", "--epochs", 2) == 0
+    losses = [[line["loss"] for line in training_lines(tmp_path / name)] for name in ("plain", "filling")]
+    np.testing.assert_allclose(*losses, rtol=0.02)  # bfloat16
 
 
 def test_signal_stops_after_the_step_and_auto_continues(work, tmp_path, monkeypatch, capsys):
@@ -397,14 +416,31 @@ def test_data_order_covers_epochs_in_any_grouping():
 def test_fill_draws():
     """Guards METHOD section 4: half of the micro-batches full, the others uniform in 1 .. n-1, n uniform; and without
     use_deepest always full."""
-    draws = [draw_fill((2, 6), True, 1, index) for index in range(4000)]
+    draws = [draw_fill((2, 6), True, None, 1, index) for index in range(4000)]
     six = [fill for n, fill in draws if n == 6]
     assert len(six) / len(draws) == pytest.approx(0.5, abs=0.04)
     assert six.count(6) / len(six) == pytest.approx(0.5, abs=0.04)
     assert all(six.count(fill) / len(six) == pytest.approx(0.1, abs=0.03) for fill in (1, 2, 3, 4, 5))
     assert {fill for n, fill in draws if n == 2} == {1, 2}
-    assert {draw_fill((6,), False, 1, index) for index in range(50)} == {(6, 6)}
-    assert draw_fill((1,), True, 1, 0) == (1, 1)
+    assert {draw_fill((6,), False, None, 1, index) for index in range(50)} == {(6, 6)}
+    assert draw_fill((1,), True, None, 1, 0) == (1, 1)
+
+
+@pytest.mark.parametrize("alpha", [0.3, 0.7])
+def test_fills_are_weighted_as_decoding_verifies_them(alpha):
+    """Guards --fill_alpha: shares of verified drafts by fill, against a pipeline that accepts with chance alpha."""
+    n, random = 4, np.random.default_rng(0)
+    verified = np.zeros(n)
+    fill = 1
+    for _ in range(40_000):
+        verified[fill - 1] += 1
+        fill = min(n, fill + 1) if random.random() < alpha else 1
+    np.testing.assert_allclose(fill_weights(n, alpha), verified / verified.sum(), atol=0.01)
+    draws = [draw_fill((2, n), True, alpha, 1, index) for index in range(4000)]
+    for depth in (2, n):
+        fills = np.bincount([fill for at, fill in draws if at == depth], minlength=depth + 1)[1:]
+        np.testing.assert_allclose(fills / fills.sum(), fill_weights(depth, alpha), atol=0.04)
+    assert fill_weights(n, 1.0).tolist() == [0, 0, 0, 1]
 
 
 @pytest.mark.parametrize(("schedule", "middle"), [("linear", 0.5), ("cosine", 0.5), ("constant", 1.0)])

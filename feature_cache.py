@@ -1,0 +1,118 @@
+"""The frozen target's hidden states on disk: epochs after the first skip its pass.
+
+The target's pass is most of a training step, and gives the same states every time it sees an example. A `FeatureCache`
+keeps them: per token, h_b of every anchor b but 0 (the embedding, looked up again) and h_L, in bfloat16; 4.6 kB a token
+for a 135M target with five anchors. Examples are added when a step first meets them. All that a step sees has gone
+through bfloat16, the first time too, so a run does not depend on what was in the cache before it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import datasets
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline_model import Target, teacher_features
+from script_utils import write_json
+
+
+class FeatureCache:
+    """`teacher_features` of the examples of one data set, computed once.
+
+    folder: where the states lie; made when missing. ValueError when it belongs to other data, another target or other
+        anchors, or when the disk has no room for all examples.
+    rows, lengths: the data set and the tokens of each of its examples.
+
+    Several processes may share a folder: an example is marked as there only after its states are written, and two
+    processes that meet the same example write the same states.
+    """
+
+    def __init__(
+        self, folder: Path, target: Target, anchors: Sequence[int], rows: datasets.Dataset, lengths: np.ndarray
+    ):
+        self.target, self.anchors = target, tuple(anchors)
+        self.kept = sorted({*self.anchors, target.num_layers} - {0})  # h_i that are stored
+        self.offsets = np.concatenate([[0], np.cumsum(lengths)])
+        shape = (int(self.offsets[-1]), len(self.kept), target.config.hidden_size)
+        self.nbytes = 2 * int(np.prod(shape))
+        folder.mkdir(parents=True, exist_ok=True)
+        self._claim(folder, {"data": _data_hash(rows), "target": _target_hash(target), "hidden_states": self.kept})
+        self.states = _open_map(folder / "states.bin", np.uint16, shape)  # bfloat16 bits
+        self.ready = _open_map(folder / "ready.bin", np.uint8, (len(lengths),))
+
+    def _claim(self, folder: Path, identity: dict[str, object]) -> None:
+        path = folder / "cache.json"
+        if path.exists():
+            found = json.loads(path.read_text(encoding="utf-8"))
+            differing = [name for name in identity if found.get(name) != identity[name]]
+            if differing:
+                raise ValueError(
+                    f"--feature_cache {str(folder.parent)!r} was made with other {differing[0].replace('_', ' ')}: "
+                    "delete it, or name another folder"
+                )
+            return
+        free = shutil.disk_usage(folder).free
+        if free < self.nbytes:
+            raise ValueError(
+                f"--feature_cache {str(folder.parent)!r} needs {self.nbytes / 1e9:.1f} GB, the disk has "
+                f"{free / 1e9:.1f} GB free: train on less data, or without it"
+            )
+        write_json(path, identity)
+
+    @torch.no_grad()
+    def features(self, rows: np.ndarray, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+        """As `teacher_features`, for the examples `rows`, right-padded to [B, S]: [B, S, m, H] and [B, S, H]."""
+        if not self.ready[rows].all():
+            self._add(rows, input_ids, attention_mask)
+        batch, length = input_ids.shape
+        bits = np.zeros((batch, length, *self.states.shape[1:]), dtype=np.uint16)
+        for place, row in enumerate(rows):
+            bits[place, : self.offsets[row + 1] - self.offsets[row]] = self.states[
+                self.offsets[row] : self.offsets[row + 1]
+            ]
+        states = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
+        states = states.to(input_ids.device, non_blocking=True).to(self.target.dtype)
+        embedded = self.target.embed(input_ids)
+        layers = {0: embedded} | {layer: states[:, :, index] for index, layer in enumerate(self.kept)}
+        return torch.stack([layers[anchor] for anchor in self.anchors], dim=2), layers[self.target.num_layers]
+
+    def _add(self, rows: np.ndarray, input_ids: Tensor, attention_mask: Tensor) -> None:
+        features, hidden = teacher_features(self.target, input_ids, attention_mask, self.anchors)
+        layers = dict(zip(self.anchors, features.unbind(2), strict=True)) | {self.target.num_layers: hidden}
+        states = torch.stack([layers[layer] for layer in self.kept], dim=2).to(torch.bfloat16).cpu()
+        bits = states.view(torch.int16).numpy().view(np.uint16)
+        for place, row in enumerate(rows):
+            if not self.ready[row]:
+                start, stop = self.offsets[row], self.offsets[row + 1]
+                self.states[start:stop] = bits[place, : stop - start]
+                self.ready[row] = 1
+
+
+def _open_map(path: Path, dtype: type, shape: tuple[int, ...]) -> np.memmap:
+    """A file as an array, zeros where it was never written; such parts take no room on disk."""
+    with path.open("ab") as file:
+        file.truncate(int(np.prod(shape)) * np.dtype(dtype).itemsize)
+    return np.memmap(path, dtype=dtype, mode="r+", shape=shape)
+
+
+def _data_hash(rows: datasets.Dataset) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for batch in rows.select_columns("input_ids").with_format("numpy").iter(batch_size=1024):
+        for ids in batch["input_ids"]:
+            digest.update(len(ids).to_bytes(8, "little") + np.asarray(ids, dtype=np.int32).tobytes())
+    return digest.hexdigest()
+
+
+def _target_hash(target: Target) -> str:
+    """Of the start of every weight: any other model, and any further training of this one, shows there."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, weight in target.model.state_dict().items():
+        digest.update(name.encode() + weight.flatten()[:64].float().cpu().numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,116 @@
+"""Text in the target's own words: greedy answers are the target's, a killed run goes on to the same file."""
+
+import json
+import sys
+
+import pytest
+
+import generate_training_data as gen
+from conversation_data import load_conversations
+from tests.test_train import make_tokenizer, write_language
+from tests.tiny import hf_greedy, tiny_model
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("generate")
+    model = tiny_model("llama")
+    model.generation_config.eos_token_id = 1
+    model.save_pretrained(folder / "target")
+    make_tokenizer().save_pretrained(folder / "target")
+    write_language(folder / "data.jsonl", [3, 5])
+    with (folder / "data.jsonl").open("a") as file:
+        turns = [{"role": "user", "content": "s1 " + "3 " * 40}, {"role": "assistant", "content": "4"}]
+        file.write(json.dumps({"messages": turns}) + "\n")
+        file.write(json.dumps({"messages": [{"role": "system", "content": "s2"}]}) + "\n")
+    return folder
+
+
+def run(work, output, *more):
+    base = ["--model_name", work / "target", "--data_path", work / "data.jsonl", "--output", output]
+    base += ["--max_new_tokens", 12, "--max_prompt_tokens", 20, "--batch_size", 7, "--device", "cpu"]
+    gen.main(gen.build_parser().parse_args([str(item) for item in [*base, *more]]))
+    return [json.loads(line) for line in output.read_text().splitlines()]
+
+
+def test_greedy_answers_are_the_targets(work, tmp_path, capsys):
+    """Guards padding on the left, the cut at the end token, prompts left out, and that training can read the file."""
+    lines = run(work, tmp_path / "own.jsonl")
+    assert len(lines) == len({line["id"] for line in lines}) == 60
+    assert "60 prompts of 62 records; left out: 1 prompt too long, 1 no user turn" in capsys.readouterr().out
+    tokenizer, model = make_tokenizer(), tiny_model("llama")
+    for line in lines[::6]:
+        prompt = tokenizer(f"user {line['messages'][0]['content']} assistant ")["input_ids"]
+        ids = hf_greedy(model, prompt, 12, eos=1)
+        assert line["finish"] == ("eos" if ids[-1] == 1 else "length")
+        assert line["messages"][1]["content"] == tokenizer.decode(ids[:-1] if ids[-1] == 1 else ids)
+    data = load_conversations(tmp_path / "own.jsonl", tokenizer, cache_dir=tmp_path / "cache", verbose=False)
+    assert len(data.train) > 50  # answers that begin with the end token are empty
+
+
+@pytest.mark.parametrize("kept", [0, 3, 14, 16.5, 60])
+def test_killed_run_goes_on_to_the_same_file(work, tmp_path, kept):
+    """Guards resuming: cut anywhere, in a batch or a line, the finished file is that of a run that was not stopped."""
+    settings = ["--temperature", 1, "--seed", 3]
+    output = tmp_path / "own.jsonl"
+    run(work, output, *settings)
+    whole = output.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    half = lines[int(kept)][:10] if kept % 1 else b""
+    output.write_bytes(b"".join(lines[: int(kept)]) + half)
+    run(work, output, *settings)
+    assert output.read_bytes() == whole
+
+
+def test_temperature_draws(work, tmp_path):
+    """Guards --temperature and --seed: other draws with another seed, and others than the greedy answers."""
+    files = [run(work, tmp_path / f"{seed}{t}.jsonl", "--seed", seed, "--temperature", t) for seed, t in SEEDED]
+    texts = [{line["id"]: line["messages"][1]["content"] for line in lines} for lines in files]
+    assert texts[0] == texts[1]  # greedy: the seed only shuffles
+    assert texts[2] != texts[0]
+    assert texts[2] != texts[3]
+
+
+SEEDED = [(0, 0), (1, 0), (0, 1), (1, 1)]
+
+
+@pytest.mark.parametrize(
+    ("more", "part"),
+    [
+        (["--temperature", "-1"], "--temperature is -1.0"),
+        (["--batch_size", "0"], "--batch_size is 0"),
+        (["--top_p", "0"], "--top_p is 0.0"),
+        (["--output", "own.json"], "name a .jsonl file"),
+        (["--data_path", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["--max_prompt_tokens", "2"], "no prompt of at most 2 tokens"),
+    ],
+)
+def test_bad_input_is_one_line(work, tmp_path, capsys, monkeypatch, more, part):
+    """Guards the promise of one line that names the value, exit code 2."""
+    argv = [
+        "gen",
+        "--model_name",
+        work / "target",
+        "--data_path",
+        work / "data.jsonl",
+        "--output",
+        tmp_path / "o.jsonl",
+    ]
+    monkeypatch.setattr(sys, "argv", [str(item) for item in [*argv, *more]])
+    with pytest.raises(SystemExit) as stopped:
+        gen.run_script(gen.main, gen.build_parser())
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert stopped.value.code == 2
+    assert len(lines) == 1
+    assert part in lines[0]
+    assert not list(tmp_path.iterdir())
+
+
+def test_other_settings_are_refused(work, tmp_path):
+    """Guards against one file with answers of two kinds."""
+    run(work, tmp_path / "own.jsonl")
+    with pytest.raises(ValueError, match=r"begun with --temperature 0\.0, now it is 1\.0"):
+        run(work, tmp_path / "own.jsonl", "--temperature", 1)
+    (tmp_path / "own.run.json").unlink()
+    with pytest.raises(ValueError, match=r"own\.run\.json does not"):
+        run(work, tmp_path / "own.jsonl")

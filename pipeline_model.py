@@ -1175,16 +1175,21 @@ def read_checkpoint(path: str | Path) -> tuple[HeadConfig, dict[str, Tensor]]:
 
 
 def load_head(path: str | Path, target: Target) -> SpeculationHead:
-    """The head of a checkpoint, frozen, in the target's dtype and on its device. ValueError as `read_checkpoint`."""
+    """The head of a checkpoint, frozen, in the target's dtype and on its device. ValueError as `read_head`."""
+    return read_head(path, target.config).to(device=target.device, dtype=target.dtype)
+
+
+def read_head(path: str | Path, target_config: PreTrainedConfig) -> SpeculationHead:
+    """The head of a checkpoint, frozen, as it is stored. ValueError as `read_checkpoint`, or if it does not fit."""
     config, state = read_checkpoint(path)
     try:
         with torch.device("meta"):
-            head = SpeculationHead(config, target.config)
+            head = SpeculationHead(config, target_config)
         check_weights(head.state_dict(), state)
     except ValueError as error:
         raise ValueError(f"{str(path)!r}: {error}") from None
     head.load_state_dict(state, assign=True)
-    return head.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
+    return head.eval().requires_grad_(False)
 
 
 def check_weights(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:

@@ -63,6 +63,12 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The data type of a flag; "auto" is float32 on a CPU and bfloat16 elsewhere."""
+    automatic = "float32" if device.type == "cpu" else "bfloat16"
+    return DTYPES[automatic if name == "auto" else name]
+
+
 def first_line(error: Exception, most: int = 200) -> str:
     """The first line of an error's message, at most so many characters; the class name where there is no message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:most]

@@ -49,7 +49,7 @@ from pipeline_model import (
     load_head,
     read_checkpoint,
 )
-from script_utils import DTYPES, Parser, quiet_libraries, resolve_device, run_script
+from script_utils import DTYPES, Parser, quiet_libraries, resolve_device, resolve_dtype, run_script
 from timeline import DRAFT, VERIFY, Span, Timeline, Timings, stage_index, stage_row, write_trace
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -571,6 +571,12 @@ def check_limits(max_new_tokens: int, draft_top_k: int) -> None:
         raise ValueError(f"draft_top_k is {draft_top_k}: the draft tree must be at least 1 wide")
 
 
+def check_attention(attn_implementation: str, draft_top_k: int) -> None:
+    """ValueError for attention kernels that cannot run a draft tree."""
+    if attn_implementation.startswith("flash") and draft_top_k > 1:
+        raise ValueError(f"--draft_top_k {draft_top_k} needs masks that flash attention lacks: use sdpa")
+
+
 class Decoder:
     """Decodes one sequence at a time through an executor, with or without a drafter.
 
@@ -869,10 +875,8 @@ class Demo:
         sampling = Sampling(args.temperature, args.top_k, args.top_p)
         check_limits(args.max_new_tokens, args.draft_top_k)
         device = resolve_device(args.device)
-        automatic = "float32" if device.type == "cpu" else "bfloat16"
-        dtype = DTYPES[automatic if args.dtype == "auto" else args.dtype]
-        if args.attn_implementation.startswith("flash") and args.draft_top_k > 1:
-            raise ValueError(f"--draft_top_k {args.draft_top_k} needs masks that flash attention lacks: use sdpa")
+        dtype = resolve_dtype(args.dtype, device)
+        check_attention(args.attn_implementation, args.draft_top_k)
         if not -(2**63) <= args.seed < 2**64:
             raise ValueError(f"--seed is {args.seed}: it must fit 64 bits")
         if args.trace and not args.spec_head_ckpt:
@@ -913,14 +917,7 @@ class Demo:
             self.spec_layers = config.num_spec_layers
 
     def encode(self, prompt: str) -> list[int]:
-        """Token ids of a prompt, as a user's turn where the tokenizer has a chat template. ValueError when empty."""
-        if self.args.chat_template and self.tokenizer.chat_template and prompt.strip():
-            turn = [{"role": "user", "content": prompt}]
-            return self.tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=True)["input_ids"]
-        ids = self.tokenizer(prompt)["input_ids"]
-        if not prompt.strip() or not ids:
-            raise ValueError(f"the prompt {prompt!r} is empty: give at least one word")
-        return ids
+        return encode_prompt(self.tokenizer, prompt, chat_template=self.args.chat_template)
 
     def run(self) -> int:
         """Print every prompt's generations; write the trace. Exit code 1 if a float32 greedy pipeline differs."""
@@ -966,12 +963,8 @@ class Demo:
         """The decoded tokens; on a terminal accepted drafts are green and the target's corrections yellow."""
         if not (colored and self.color):
             return self.tokenizer.decode(result.tokens, skip_special_tokens=True)
-        pieces = []
-        flagged = zip(result.tokens, result.accepted, strict=True)
-        for accepted, group in itertools.groupby(flagged, key=lambda pair: pair[1]):
-            run = self.tokenizer.decode([token for token, _ in group], skip_special_tokens=True)
-            pieces.append(self.paint(run, "draft" if accepted else "correction"))
-        return "".join(pieces)
+        runs = text_runs(self.tokenizer, result.tokens, result.accepted)
+        return "".join(self.paint(text, "draft" if accepted else "correction") for text, accepted in runs)
 
     def print_comparison(self, prompt: list[int], standard: GenerationResult, result: GenerationResult) -> bool:
         """Say whether the ids are equal. Returns True for a difference that must not be (float32, greedy, verified)."""
@@ -982,22 +975,47 @@ class Demo:
         if standard.tokens == result.tokens:
             print(f"[compare] ids are equal ({len(result.tokens)} tokens)")
             return False
-        pairs = zip(standard.tokens, result.tokens, strict=False)
-        at = next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
-        if at is None:
+        at = shared_length(standard.tokens, result.tokens)
+        if at == min(len(standard.tokens), len(result.tokens)):
             print("[compare] ids DIFFER in length only")
             return self.target.dtype == torch.float32
-        gap = self.logit_gap(prompt + standard.tokens[:at], standard.tokens[at], result.tokens[at])
+        prefix = prompt + standard.tokens[:at]
+        gap = logit_gap(self.standard.executor, prefix, standard.tokens[at], result.tokens[at])
         print(f"[compare] ids DIFFER from token {at}: logit gap {gap:.3g} between the two, {self.target.dtype}")
         return self.target.dtype == torch.float32
 
-    @torch.inference_mode()
-    def logit_gap(self, prefix: list[int], first: int, second: int) -> float:
-        """How much the target prefers `first` to `second` after a prefix that both generations share."""
-        executor, plan = self.standard.executor, CachePlan(len(prefix), 1, tree=False)
-        output = executor.start(prefix, 0, plan, Timeline(executor.device))
-        logits = executor.logits(output.hidden)[0].float()
-        return float(logits[first] - logits[second])
+
+@torch.inference_mode()
+def logit_gap(executor: Executor, prefix: Sequence[int], first: int, second: int) -> float:
+    """How much the target prefers `first` to `second` after a prefix that two generations share."""
+    output = executor.start(prefix, 0, CachePlan(len(prefix), 1, tree=False), Timeline(executor.device))
+    logits = executor.logits(output.hidden)[0].float()
+    return float(logits[first] - logits[second])
+
+
+def text_runs(
+    tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], flags: Sequence[bool]
+) -> Iterator[tuple[str, bool]]:
+    """The decoded text, cut where the flag changes. A character made of several tokens goes with its last one.
+
+    A run decoded alone can lose a blank at its border, or the half of a character; here the parts join to the text.
+    """
+    text = tokenizer.decode(tokens, skip_special_tokens=True)
+    shown = done = 0
+    for flag, group in itertools.groupby(flags):
+        done += len(list(group))
+        so_far = tokenizer.decode(tokens[:done], skip_special_tokens=True)
+        # What the tokens so far settle: half a character decodes to something else than it does in the whole text.
+        settled = max(shown, shared_length(text, so_far))
+        if settled > shown:
+            yield text[shown:settled], flag
+        shown = settled
+
+
+def shared_length(first: Sequence, second: Sequence) -> int:
+    """How many items two sequences have in common from the start on."""
+    pairs = zip(first, second, strict=False)
+    return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -1006,6 +1024,24 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError):
         raise ValueError(f"no tokenizer at {path!r}: the target's folder must hold tokenizer.json") from None
+
+
+def encode_prompt(
+    tokenizer: PreTrainedTokenizerBase, prompt: str, *, chat_template: bool = True, enable_thinking: bool | None = None
+) -> list[int]:
+    """Token ids of a prompt, as a user's turn where the tokenizer has a chat template. ValueError when empty.
+
+    enable_thinking is passed to the chat template; None leaves it to the template.
+    """
+    if chat_template and tokenizer.chat_template and prompt.strip():
+        turn = [{"role": "user", "content": prompt}]
+        settings = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+        encoded = tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=True, **settings)
+        return encoded["input_ids"]
+    ids = tokenizer(prompt)["input_ids"]
+    if not prompt.strip() or not ids:
+        raise ValueError(f"the prompt {prompt!r} is empty: give at least one word")
+    return ids
 
 
 def main(args: argparse.Namespace) -> int:

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import processors
-from transformers import GPT2Config
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import GPT2Config, PreTrainedTokenizerFast
 
 import pipeline_inference
 import timeline
-from pipeline_inference import Demo, Verdict, build_parser, main
+from pipeline_inference import Demo, Verdict, build_parser, main, text_runs
 from pipeline_model import CHECKPOINT_NAME, Target, load_head, save_head
 from script_utils import atomic_open, first_line, run_script
 from tests.tiny import hf_greedy, save_target, spd_decoder, tiny_head, tiny_target
@@ -177,6 +177,37 @@ def test_terminal_shows_accepted_and_corrected_tokens(files, capsys, monkeypatch
     monkeypatch.setenv("NO_COLOR", "1")
     _, out = run(capsys, files)
     assert "\033" not in out
+
+
+def byte_tokenizer():
+    """One token a byte, as byte-level BPE without merges."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+def word_tokenizer():
+    """SentencePiece style: a word's leading blank is part of its token, and is dropped where a text begins."""
+    backend = Tokenizer(models.WordLevel({"▁a": 0, "▁b": 1, "c": 2, "<s>": 3}, unk_token="c"))
+    backend.decoder = decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    return tokenizer
+
+
+def test_coloured_runs_join_to_the_whole_text():
+    """Guards against characters split over two colours, and blanks at a run's border, that do not reach the screen."""
+    tokenizer = byte_tokenizer()
+    tokens = tokenizer("aé€ b")["input_ids"]
+    assert len(tokens) == 8  # 1 + 2 + 3 + 1 + 1 bytes
+    flags = [True, True, False, False, True, False, True, True]
+    # é ends in the first correction; € ends in the second one, so the draft between them shows nothing
+    assert list(text_runs(tokenizer, tokens, flags)) == [("a", True), ("é", False), ("€", False), (" b", True)]
+    assert list(text_runs(tokenizer, tokens[:2], [True, False])) == [("a", True), ("\N{REPLACEMENT CHARACTER}", False)]
+
+    tokenizer, tokens, flags = word_tokenizer(), [3, 0, 1, 2, 1], [True, False, True, True, False]
+    assert list(text_runs(tokenizer, tokens, flags)) == [("a", False), (" bc", True), (" b", False)]
 
 
 def test_prompts_are_user_turns_where_there_is_a_template(files, tmp_path, capsys):

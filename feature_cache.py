@@ -1,9 +1,10 @@
 """The frozen target's hidden states on disk: epochs after the first skip its pass.
 
 The target's pass is most of a training step, and gives the same states every time it sees an example. A `FeatureCache`
-keeps them: per token, h_b of every anchor b but 0 (the embedding, looked up again) and h_L, in bfloat16; 4.6 kB a token
-for a 135M target with five anchors. Examples are added when a step first meets them. All that a step sees has gone
-through bfloat16, the first time too, so a run does not depend on what was in the cache before it.
+keeps them: per token, h_b of every anchor b but 0 (the embedding, looked up again) and h_L, in bfloat16, and the
+target's argmax; 5.8 kB a token for a 135M target with five anchors. Examples are added when a step first meets them.
+All that a step sees has gone through bfloat16, the first time too, so a run does not depend on what was in the cache
+before it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import datasets
 import numpy as np
@@ -21,6 +23,17 @@ from torch import Tensor
 
 from pipeline_model import Target, teacher_features
 from script_utils import write_json
+
+FORMAT = 1  # raise when the files would hold something else
+ARGMAX_CHUNK = 256  # positions whose logits exist at the same time
+
+
+class CachedPass(NamedTuple):
+    """What the target's pass over a batch gave."""
+
+    features: Tensor  # [B, S, m, H] the anchors' hidden states
+    hidden: Tensor  # [B, S, H] h_L
+    best: Tensor  # [B, S] argmax over the vocabulary; 0 at padding
 
 
 class FeatureCache:
@@ -41,10 +54,14 @@ class FeatureCache:
         self.kept = sorted({*self.anchors, target.num_layers} - {0})  # h_i that are stored
         self.offsets = np.concatenate([[0], np.cumsum(lengths)])
         shape = (int(self.offsets[-1]), len(self.kept), target.config.hidden_size)
-        self.nbytes = 2 * int(np.prod(shape))
+        self.nbytes = 2 * int(np.prod(shape)) + 4 * shape[0]
         folder.mkdir(parents=True, exist_ok=True)
-        self._claim(folder, {"data": _data_hash(rows), "target": _target_hash(target), "hidden_states": self.kept})
+        self._claim(
+            folder,
+            {"format": FORMAT, "data": _data_hash(rows), "target": _target_hash(target), "hidden_states": self.kept},
+        )
         self.states = _open_map(folder / "states.bin", np.uint16, shape)  # bfloat16 bits
+        self.best = _open_map(folder / "best.bin", np.int32, shape[:1])
         self.ready = _open_map(folder / "ready.bin", np.uint8, (len(lengths),))
 
     def _claim(self, folder: Path, identity: dict[str, object]) -> None:
@@ -67,21 +84,22 @@ class FeatureCache:
         write_json(path, identity)
 
     @torch.no_grad()
-    def features(self, rows: np.ndarray, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
-        """As `teacher_features`, for the examples `rows`, right-padded to [B, S]: [B, S, m, H] and [B, S, H]."""
+    def load(self, rows: np.ndarray, input_ids: Tensor, attention_mask: Tensor) -> CachedPass:
+        """The target's pass over the examples `rows`, right-padded to [B, S]; runs it where one is missing."""
         if not self.ready[rows].all():
             self._add(rows, input_ids, attention_mask)
         batch, length = input_ids.shape
         bits = np.zeros((batch, length, *self.states.shape[1:]), dtype=np.uint16)
+        best = np.zeros((batch, length), dtype=np.int64)
         for place, row in enumerate(rows):
-            bits[place, : self.offsets[row + 1] - self.offsets[row]] = self.states[
-                self.offsets[row] : self.offsets[row + 1]
-            ]
+            tokens = self._tokens(row)
+            count = tokens.stop - tokens.start
+            bits[place, :count], best[place, :count] = self.states[tokens], self.best[tokens]
         states = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
         states = states.to(input_ids.device, non_blocking=True).to(self.target.dtype)
-        embedded = self.target.embed(input_ids)
-        layers = {0: embedded} | {layer: states[:, :, index] for index, layer in enumerate(self.kept)}
-        return torch.stack([layers[anchor] for anchor in self.anchors], dim=2), layers[self.target.num_layers]
+        layers = {0: self.target.embed(input_ids)} | dict(zip(self.kept, states.unbind(2), strict=True))
+        features = torch.stack([layers[anchor] for anchor in self.anchors], dim=2)
+        return CachedPass(features, layers[self.target.num_layers], torch.from_numpy(best).to(input_ids.device))
 
     def _add(self, rows: np.ndarray, input_ids: Tensor, attention_mask: Tensor) -> None:
         features, hidden = teacher_features(self.target, input_ids, attention_mask, self.anchors)
@@ -90,9 +108,15 @@ class FeatureCache:
         bits = states.view(torch.int16).numpy().view(np.uint16)
         for place, row in enumerate(rows):
             if not self.ready[row]:
-                start, stop = self.offsets[row], self.offsets[row + 1]
-                self.states[start:stop] = bits[place, : stop - start]
+                tokens = self._tokens(row)
+                real = hidden[place, : tokens.stop - tokens.start]
+                best = [self.target.logits(part).argmax(dim=-1) for part in real.split(ARGMAX_CHUNK)]
+                self.states[tokens], self.best[tokens] = bits[place, : len(real)], torch.cat(best).cpu().numpy()
                 self.ready[row] = 1
+
+    def _tokens(self, row: int) -> slice:
+        """Where an example's tokens lie."""
+        return slice(int(self.offsets[row]), int(self.offsets[row + 1]))
 
 
 def _open_map(path: Path, dtype: type, shape: tuple[int, ...]) -> np.memmap:

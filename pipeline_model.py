@@ -1008,11 +1008,12 @@ class _DistillationKL(torch.autograd.Function):
 
     Forward computes the gradients of hidden states and lm_head along with the loss, chunk by chunk; backward scales
     them. Inputs: draft [P, H] and its lm_head [V_d, H] (differentiable), teacher [P, H] and its lm_head [V, H], the
-    draft ids [V_d] or None, tau. Both hidden states are already normed. Returns total, counted, agreed.
+    draft ids [V_d] or None, the teacher's argmax [P] or None for not known yet, tau. Both hidden states are already
+    normed. Returns total, counted, agreed.
     """
 
     @staticmethod
-    def forward(ctx, draft, draft_head, teacher, teacher_head, draft_ids, temperature):
+    def forward(ctx, draft, draft_head, teacher, teacher_head, draft_ids, teacher_best, temperature):
         dtype = teacher.dtype
         if torch.is_autocast_enabled(draft.device.type):
             dtype = torch.get_autocast_dtype(draft.device.type)
@@ -1024,14 +1025,17 @@ class _DistillationKL(torch.autograd.Function):
         if draft_ids is not None:  # target id -> draft id, or -1
             rank_of = torch.full((len(teacher_head),), -1, device=draft.device)
             rank_of[draft_ids] = torch.arange(len(draft_ids), device=draft.device)
+            if teacher_best is not None:  # the rest of the vocabulary is not needed any more
+                teacher_head = teacher_head[draft_ids]
         for start in range(0, len(draft), LOSS_CHUNK):
             rows = slice(start, start + LOSS_CHUNK)
             with torch.autocast(draft.device.type, enabled=False):
                 hidden = draft[rows].to(dtype)
                 target = linear(teacher[rows].to(teacher_head.dtype), teacher_head)
-                best = target.argmax(dim=-1)
+                best = target.argmax(dim=-1) if teacher_best is None else teacher_best[rows]
                 if draft_ids is not None:
-                    target, best = target[:, draft_ids], rank_of[best]
+                    target = target if teacher_best is not None else target[:, draft_ids]
+                    best = rank_of[best]
                 inside = best >= 0
                 logits = linear(hidden, weight).float()
                 agreed += (logits.argmax(dim=-1) == best).sum()
@@ -1051,11 +1055,13 @@ class _DistillationKL(torch.autograd.Function):
     def backward(ctx, grad, *_):
         draft_grad, weight_grad = ctx.saved_tensors
         # In place: these are this node's own, and the graph is walked once.
-        return draft_grad.mul_(grad), weight_grad.mul_(grad), None, None, None, None
+        return draft_grad.mul_(grad), weight_grad.mul_(grad), None, None, None, None, None
 
 
 @torch.no_grad()
-def teacher_features(target: Target, input_ids: Tensor, attention_mask: Tensor, anchors: Sequence[int]):
+def teacher_features(
+    target: Target, input_ids: Tensor, attention_mask: Tensor, anchors: Sequence[int]
+) -> tuple[Tensor, Tensor]:
     """One frozen pass over right-padded ids [B, S]: the anchors' hidden states [B, S, m, H] and h_L [B, S, H].
 
     With padding on the right, causal attention needs no mask: no real token sees a padded one. ValueError otherwise.
@@ -1077,11 +1083,14 @@ def training_loss(
     stage_sizes: Sequence[int],
     fill: int | None = None,
     temperature: float = 1.0,
+    teacher_best: Tensor | None = None,
 ) -> TrainingLoss:
     """Distillation loss of a batch for a pipeline with `fill` tokens in flight (None: full, n).
 
     features and hidden as `teacher_features` returns them; labels [B, S] hold the token at each position, or -100
-    where it is not supervised; the prediction at t is supervised when the label at t + 1 is.
+    where it is not supervised; the prediction at t is supervised when the label at t + 1 is. teacher_best [B, S] is
+    the target's argmax at each position where somebody has it already: with a draft vocabulary it saves a third of the
+    lm_heads' work.
     """
     supervised = (labels[:, 1:] >= 0) & attention_mask[:, 1:].bool()
     selected = supervised.nonzero(as_tuple=True)
@@ -1091,8 +1100,9 @@ def training_loss(
     draft = target.norm(draft_rows(head, features, rope, plan, selected))
     with torch.no_grad():
         teacher = target.norm(hidden[selected])
+    best = None if teacher_best is None else teacher_best[selected]
     total, counted, agreed = _DistillationKL.apply(
-        draft, head.lm_head.weight, teacher, target.lm_head.weight, head.draft_token_ids, temperature
+        draft, head.lm_head.weight, teacher, target.lm_head.weight, head.draft_token_ids, best, temperature
     )
     return TrainingLoss(total, counted, supervised.sum(), agreed)
 

@@ -311,9 +311,9 @@ class HeadLoss(nn.Module):
         self.target = target  # no nn.Module: not registered
         self.temperature = temperature
 
-    def forward(self, teacher: tuple[Tensor, ...], stage_sizes: tuple[int, ...], fill: int) -> TrainingLoss:
+    def forward(self, teacher: dict[str, Tensor], stage_sizes: tuple[int, ...], fill: int) -> TrainingLoss:
         loss = training_loss(
-            self.head, self.target, *teacher, stage_sizes=stage_sizes, fill=fill, temperature=self.temperature
+            self.head, self.target, **teacher, stage_sizes=stage_sizes, fill=fill, temperature=self.temperature
         )
         # A short fill or a small n leaves types without rows. Their gradients are zero then, not absent: processes
         # have to agree on which gradients there are, and optimisers on which weights take part in a step.
@@ -328,7 +328,7 @@ class HeadLoss(nn.Module):
 class MicroBatch(NamedTuple):
     """Examples after the target's pass over them."""
 
-    teacher: tuple[Tensor, Tensor, Tensor, Tensor]  # features, hidden, labels, attention mask: see `training_loss`
+    teacher: dict[str, Tensor]  # features, hidden, labels, attention_mask, perhaps teacher_best: see `training_loss`
     example_ids: list[str]
 
 
@@ -469,11 +469,14 @@ class Trainer:
         batch = self.collator([source[int(row)] for row in rows])
         names = ("input_ids", "labels", "attention_mask")
         ids, labels, mask = (batch[name].to(self.accelerator.device, non_blocking=True) for name in names)
+        teacher = {"labels": labels, "attention_mask": mask}
         if part in self.caches:
-            features, hidden = self.caches[part].features(rows, ids, mask)
+            cached = self.caches[part].load(rows, ids, mask)
+            teacher |= {"features": cached.features, "hidden": cached.hidden, "teacher_best": cached.best}
         else:
             features, hidden = teacher_features(self.target, ids, mask, self.head.config.aggr_feature_bound)
-        return MicroBatch((features, hidden, labels, mask), batch["example_id"])
+            teacher |= {"features": features, "hidden": hidden}
+        return MicroBatch(teacher, batch["example_id"])
 
     def scale_gradients(self, counted: int) -> float:
         """Turn the gradients of the sum into those of the mean over the whole step, and clip. Returns their norm.
@@ -527,7 +530,7 @@ class Trainer:
             for index, (n, fill) in enumerate(shapes):
                 shape = {"stage_sizes": self.splits[n], "fill": fill, "temperature": args.temperature}
                 with accelerator.autocast():
-                    loss = training_loss(self.head, self.target, *teacher, **shape)
+                    loss = training_loss(self.head, self.target, **teacher, **shape)
                 sums[index] += torch.stack([value.double() for value in loss])
         figures = [
             {

@@ -41,10 +41,11 @@ def test_states_are_the_targets(target, rows, tmp_path, anchors):
     cache = FeatureCache(tmp_path / "train", target, anchors, rows, LENGTHS)
     for chosen in ([2, 0], [1, 0], [3, 2, 1, 0]):
         ids, mask = padded(rows, chosen)
-        features, hidden = cache.features(np.array(chosen), ids, mask)
+        features, hidden, best = cache.load(np.array(chosen), ids, mask)
         expected, last = teacher_features(target, ids, mask, anchors)
         real = mask.bool()
         torch.testing.assert_close(hidden[real], last[real].bfloat16().float())
+        assert torch.equal(best[real], target.logits(last).argmax(dim=-1)[real])
         for place, anchor in enumerate(anchors):
             exact = expected[:, :, place][real]
             torch.testing.assert_close(features[:, :, place][real], exact.bfloat16().float() if anchor else exact)
@@ -53,9 +54,9 @@ def test_states_are_the_targets(target, rows, tmp_path, anchors):
 def test_each_example_is_computed_once(target, rows, tmp_path, monkeypatch):
     """Guards against a cache that is never read: the second meeting, also by another process, runs no layer."""
     ids, mask = padded(rows, [0, 3])
-    first = FeatureCache(tmp_path, target, (0, 2), rows, LENGTHS).features(np.array([0, 3]), ids, mask)
+    first = FeatureCache(tmp_path, target, (0, 2), rows, LENGTHS).load(np.array([0, 3]), ids, mask)
     monkeypatch.setattr(type(target), "forward", lambda *_: pytest.fail("the target ran"))
-    again = FeatureCache(tmp_path, target, (0, 2), rows, LENGTHS).features(np.array([0, 3]), ids, mask)
+    again = FeatureCache(tmp_path, target, (0, 2), rows, LENGTHS).load(np.array([0, 3]), ids, mask)
     torch.testing.assert_close(again, first, rtol=0, atol=0)
 
 

@@ -389,7 +389,8 @@ def test_every_weight_gets_a_gradient():
     ids, mask = torch.arange(12).view(2, 6), torch.ones(2, 6, dtype=torch.long)
     features, hidden = train.teacher_features(target, ids, mask, head.config.aggr_feature_bound)
     for labels, fill in ((ids, 1), (torch.full_like(ids, -100), 4)):
-        loss = train.HeadLoss(head, target, temperature=1.0)((features, hidden, labels, mask), (1, 1, 1, 1), fill)
+        teacher = {"features": features, "hidden": hidden, "labels": labels, "attention_mask": mask}
+        loss = train.HeadLoss(head, target, temperature=1.0)(teacher, (1, 1, 1, 1), fill)
         loss.total.backward()
         assert all(weight.grad is not None for weight in head.parameters())
         moved = any(bool(weight.grad.any()) for weight in head.parameters())

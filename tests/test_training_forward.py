@@ -143,6 +143,20 @@ def test_loss_and_gradients_equal_the_plain_loops(case, chunk, monkeypatch):
     assert [int(count) for count in loss[1:]] == counts
     torch.testing.assert_close(loss.total.detach(), total.detach(), rtol=1e-5, atol=1e-6)
     (loss.total / loss.counted).backward()
+    best = target.logits(hidden).argmax(dim=-1)
+    again = training_loss(
+        head,
+        target,
+        features,
+        hidden,
+        labels,
+        mask,
+        stage_sizes=sizes,
+        fill=fill,
+        temperature=temperature,
+        teacher_best=best,
+    )
+    torch.testing.assert_close(again, loss)
     for name, weight in head.named_parameters():
         ours, theirs = (torch.zeros_like(weight) if grad is None else grad for grad in (weight.grad, expected[name]))
         scale = max(float(theirs.abs().max()), 1e-6)

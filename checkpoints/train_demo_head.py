@@ -20,6 +20,7 @@ import train
 from pipeline_inference import load_tokenizer
 from pipeline_model import CHECKPOINT_NAME, Target
 from script_utils import Parser, atomic_open, quiet_libraries, run_script
+from training_state import CURVE_NAME
 
 HERE = Path(__file__).parent
 
@@ -46,6 +47,12 @@ def answers(target: Target, tokenizer, prompts: list[str], count: int) -> list[s
     return tokenizer.batch_decode(ids[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
+def keep(file: Path, name: Path) -> None:
+    """Copy a file of the run to where the user wants it, whole or not at all."""
+    with atomic_open(name, "wb") as copy:
+        copy.write(file.read_bytes())
+
+
 def main(args: argparse.Namespace) -> None:
     quiet_libraries()
     if not args.prompts.is_file():
@@ -62,8 +69,8 @@ def main(args: argparse.Namespace) -> None:
             for prompt, answer in zip(prompts, answers(target, tokenizer, prompts, args.answer_tokens), strict=True):
                 turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
                 file.write(json.dumps({"messages": turns}, ensure_ascii=False) + "\n")
-        del target
-        layers = json.loads((Path(args.base_model_path) / "config.json").read_text())["num_hidden_layers"]
+        layers = target.num_layers
+        del target  # training loads its own
         flags = {
             "model_name": args.base_model_path,
             "data_path": data,
@@ -85,11 +92,9 @@ def main(args: argparse.Namespace) -> None:
         code = train.main(train.build_parser().parse_args(command))
         if code:
             raise ValueError(f"training ended with exit code {code}")
-        with atomic_open(args.output, "wb") as file:
-            file.write((Path(folder) / "run" / CHECKPOINT_NAME).read_bytes())
+        keep(flags["output_dir"] / CHECKPOINT_NAME, args.output)
         if args.curve:
-            with atomic_open(args.curve, "wb") as file:
-                file.write((Path(folder) / "run" / "training_curve.png").read_bytes())
+            keep(flags["output_dir"] / CURVE_NAME, args.curve)
     print(f"Head written to {args.output}")
 
 

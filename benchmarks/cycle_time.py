@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import sys
 import time
@@ -25,23 +24,18 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks.common import head_config, native_bfloat16, new_parser, prepare, print_card
 from pipeline_inference import Decoder, Generation, LocalExecutor, SPDDrafter, load_tokenizer
-from pipeline_model import HeadConfig, SpeculationHead, Target, auto_anchors, split_layers
-from script_utils import Parser, git_commit, quiet_libraries, resolve_device, run_script
+from pipeline_model import SpeculationHead, Target, split_layers
+from script_utils import Parser, run_script
 
 PROMPT = "Explain how a pipeline keeps several tokens of one sequence in flight at the same time."
 
 
 def build_parser() -> Parser:
-    parser = Parser(description="Cycle times of the decode loop; the last line of the output is one JSON object.")
-    parser.add_argument("--base_model_path", default="checkpoints/SmolLM2-135M-Instruct", help="target model")
-    parser.add_argument("--num_stages", type=int, default=6, help="n")
-    parser.add_argument("--num_spec_layers", type=int, default=2, help="L_s")
-    parser.add_argument("--draft_vocab_size", type=int, default=16384, help="V_d, capped at the target's vocabulary")
+    parser = new_parser("Cycle times of the decode loop")
     parser.add_argument("--cycles", type=int, default=40, help="timed cycles of each kind in a round")
     parser.add_argument("--rounds", type=int, default=5, help="rounds; the kinds take turns within each")
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads")
-    parser.add_argument("--device", default="cpu", help="auto, cpu, cuda or cuda:N")
     return parser
 
 
@@ -57,27 +51,16 @@ class FullTreeDrafter(SPDDrafter):
 class Bench:
     """One target in one dtype, with a random head, and its steady cycles."""
 
-    def __init__(self, args: argparse.Namespace, dtype: torch.dtype):
-        self.args = args
-        self.device = resolve_device(args.device)
-        self.target = Target.load(args.base_model_path, dtype=dtype, device=self.device)
+    def __init__(self, args: argparse.Namespace, device: torch.device, dtype: torch.dtype):
+        self.args, self.device = args, device
+        self.target = Target.load(args.base_model_path, dtype=dtype, device=device)
         turn = [{"role": "user", "content": PROMPT}]
         tokenizer = load_tokenizer(args.base_model_path)
         self.prompt = tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=True)["input_ids"]
         self.sizes = split_layers(self.target.num_layers, args.num_stages)
-        vocab = self.target.config.vocab_size
-        draft_vocab = min(args.draft_vocab_size, vocab)
-        config = HeadConfig(
-            hidden_size=self.target.config.hidden_size,
-            vocab_size=vocab,
-            num_stages=args.num_stages,
-            num_spec_layers=args.num_spec_layers,
-            aggr_feature_bound=auto_anchors(self.sizes),
-            draft_vocab_size=draft_vocab,
-            draft_token_ids=None if draft_vocab == vocab else tuple(range(draft_vocab)),
-        )
+        config = head_config(args, self.target, args.draft_vocab_size)
         torch.manual_seed(0)
-        self.head = SpeculationHead(config, self.target.config).to(self.device, dtype).requires_grad_(False)
+        self.head = SpeculationHead(config, self.target.config).to(device, dtype).requires_grad_(False)
 
     def sync(self) -> float:
         if self.device.type == "cuda":
@@ -93,11 +76,15 @@ class Bench:
         decoder = Decoder(executor, drafter, draft_top_k=width, verify_drafts=False)
         return decoder.start(self.prompt, self.args.cycles + 3 * self.args.num_stages)
 
+    def fill(self, generation: Generation) -> None:
+        """Run the prompt, fill the pipeline, warm up."""
+        generation._prefill()
+        for _ in range(2 * len(generation.result.stage_sizes)):
+            generation._cycle()
+
     def cycle_seconds(self, generation: Generation) -> list[float]:
         """Seconds of each of `cycles` cycles of a full pipeline."""
-        generation._prefill()
-        for _ in range(2 * len(generation.result.stage_sizes)):  # fill the pipeline, warm up
-            generation._cycle()
+        self.fill(generation)
         seconds = []
         for _ in range(self.args.cycles):
             begun = self.sync()
@@ -105,21 +92,19 @@ class Bench:
             seconds.append(self.sync() - begun)
         return seconds
 
+    @torch.inference_mode()
     def draft_seconds(self) -> list[float]:
-        """Seconds of the head forward of a full pipeline (W = 1), alone."""
+        """Seconds of the head forward of a full pipeline (W = 1), alone: the draft of one cycle, again and again."""
         generation = self.pipeline(1)
-        generation._prefill()
-        for _ in range(2 * self.args.num_stages):
-            generation._cycle()
+        self.fill(generation)
+        generation._begin_cycle()  # the newest token has entered, all others have moved on by one depth
         drafter, seconds = generation._drafter, []
-        with torch.inference_mode():
-            kept = drafter._cache.length
-            for _ in range(self.args.cycles):
-                drafter._cache.length = kept
-                drafter._row_types = [None if kind else kind for kind in drafter._row_types]  # all rows move on a depth
-                begun = self.sync()
-                drafter.draft(generation.tree).argmax().item()
-                seconds.append(self.sync() - begun)
+        row_types, cached = drafter._row_types, drafter._cache.length
+        for _ in range(self.args.cycles):
+            drafter._row_types, drafter._cache.length = row_types.copy(), cached
+            begun = self.sync()
+            drafter.draft(generation.tree).argmax().item()
+            seconds.append(self.sync() - begun)
         return seconds
 
     def generation_seconds(self, generate: Callable[[int], object]) -> float:
@@ -140,9 +125,9 @@ class Bench:
         self.target.model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
 
 
-def measure(args: argparse.Namespace) -> dict[str, float]:
+def measure(args: argparse.Namespace, device: torch.device) -> dict[str, float]:
     """Median seconds of each kind of work."""
-    fp32, bf16 = Bench(args, torch.float32), Bench(args, torch.bfloat16)
+    fp32, bf16 = (Bench(args, device, dtype) for dtype in (torch.float32, torch.bfloat16))
     samples: dict[str, list[float]] = {}
     kinds: dict[str, Callable[[], list[float]]] = {
         "ar_step": lambda: fp32.cycle_seconds(fp32.autoregressive()),
@@ -162,22 +147,14 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
 
 
 def main(args: argparse.Namespace) -> None:
-    quiet_libraries()
-    if args.cycles < 1 or args.rounds < 1:
-        raise ValueError(f"--cycles is {args.cycles} and --rounds {args.rounds}: both must be at least 1")
-    torch.set_num_threads(args.threads)
-    seconds = measure(args)
+    device = prepare(args, "cycles", "rounds")
+    seconds = measure(args, device)
     ratios = {
         "cycle_over_ar_plus_draft": seconds["cycle"] / (seconds["ar_step"] + seconds["draft"]),
         "tree4_over_chain": seconds["tree4_bf16"] / seconds["chain_bf16"],
         "ar_over_hf_generate": seconds["ar_token"] / seconds["hf_token"],
     }
-    bf16_kernels = torch.ops.mkldnn._is_mkldnn_bf16_supported() if args.device == "cpu" else True
-    print(f"target    {args.base_model_path}, n = {args.num_stages}, L_s = {args.num_spec_layers}")
-    capability = torch.backends.cpu.get_cpu_capability()
-    print(f"machine   {platform.machine()}, {capability}, {args.threads} threads, {args.device}")
-    print(f"bfloat16  {'native' if bf16_kernels else 'no native'} matrix kernels")
-    print(f"versions  torch {torch.__version__}, commit {git_commit()[:12]}\n")
+    print_card(args, device)
     print("| work | median ms |\n|---|---|")
     labels = {
         "ar_step": "autoregressive step, float32",
@@ -195,7 +172,7 @@ def main(args: argparse.Namespace) -> None:
         print(f"| {name} | {value:.3f} |")
     milliseconds = {f"{name}_ms": round(value * 1e3, 3) for name, value in seconds.items()}
     rounded = {name: round(value, 4) for name, value in ratios.items()}
-    print(json.dumps(rounded | milliseconds | {"native_bf16": bool(bf16_kernels), "threads": args.threads}))
+    print(json.dumps(rounded | milliseconds | {"native_bf16": native_bfloat16(device), "threads": args.threads}))
 
 
 if __name__ == "__main__":

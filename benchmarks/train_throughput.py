@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import subprocess
 import sys
@@ -22,11 +21,10 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks.common import head_config, new_parser, prepare, print_card
 from pipeline_model import (
-    HeadConfig,
     SpeculationHead,
     Target,
-    auto_anchors,
     depth_types,
     grouped_attention,
     new_head,
@@ -35,24 +33,18 @@ from pipeline_model import (
     teacher_features,
     training_loss,
 )
-from script_utils import DTYPES, Parser, git_commit, quiet_libraries, resolve_device, run_script
+from script_utils import DTYPES, Parser, run_script
 
 FORMS = ("plain", "ours")
 
 
 def build_parser() -> Parser:
-    parser = Parser(description="Supervised tokens/s and peak memory of training; the last line is one JSON object.")
-    parser.add_argument("--base_model_path", default="checkpoints/SmolLM2-135M-Instruct", help="target model")
-    parser.add_argument("--num_stages", type=int, default=6, help="n")
-    parser.add_argument("--num_spec_layers", type=int, default=2, help="L_s")
-    parser.add_argument("--draft_vocab_size", type=int, default=16384, help="V_d of the reduced vocabulary")
+    parser = new_parser("Supervised tokens/s and peak memory of training")
     parser.add_argument("--batch_size", type=int, default=4, help="sequences a step")
     parser.add_argument("--length", type=int, default=256, help="tokens a sequence")
     parser.add_argument("--supervised", type=float, default=0.73, help="share of supervised tokens (ShareGPT has 0.73)")
     parser.add_argument("--autocast", default="bfloat16", choices=["none", *DTYPES], help="autocast of both forms")
     parser.add_argument("--steps", type=int, default=3, help="timed steps of each form, after one warm-up")
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads")
-    parser.add_argument("--device", default="cpu", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("--memory_of", choices=FORMS, help=argparse.SUPPRESS)  # runs one form alone, for its peak
     return parser
 
@@ -134,33 +126,23 @@ def our_loss(head: SpeculationHead, target: Target, batch: dict, stage_sizes, fi
 class Bench:
     """One target, one head for each vocabulary, one batch."""
 
-    def __init__(self, args: argparse.Namespace):
-        self.args, self.device = args, resolve_device(args.device)
+    def __init__(self, args: argparse.Namespace, device: torch.device):
+        self.args, self.device = args, device
         # Weights in float32 under autocast, as training has them.
-        self.target = Target.load(args.base_model_path, dtype=torch.float32, device=self.device)
+        self.target = Target.load(args.base_model_path, dtype=torch.float32, device=device)
         self.sizes = split_layers(self.target.num_layers, args.num_stages)
         vocab = self.target.config.vocab_size
-        self.heads = {"16k": self.head(min(args.draft_vocab_size, vocab)), "full": self.head(vocab)}
+        sizes = {"16k": args.draft_vocab_size, "full": vocab}
+        self.heads = {name: new_head(head_config(args, self.target, size), self.target) for name, size in sizes.items()}
         generator = torch.Generator().manual_seed(0)
         shape = (args.batch_size, args.length)
         ids = torch.randint(0, vocab, shape, generator=generator)
         labels = ids.masked_fill(torch.rand(shape, generator=generator) >= args.supervised, -100)
         batch = {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}
-        self.batch = {name: tensor.to(self.device) for name, tensor in batch.items()}
+        self.batch = {name: tensor.to(device) for name, tensor in batch.items()}
         self.tokens = int((labels[:, 1:] >= 0).sum())
-
-    def head(self, draft_vocab: int) -> SpeculationHead:
-        vocab = self.target.config.vocab_size
-        config = HeadConfig(
-            hidden_size=self.target.config.hidden_size,
-            vocab_size=vocab,
-            num_stages=self.args.num_stages,
-            num_spec_layers=self.args.num_spec_layers,
-            aggr_feature_bound=auto_anchors(self.sizes),
-            draft_vocab_size=draft_vocab,
-            draft_token_ids=None if draft_vocab == vocab else tuple(range(draft_vocab)),
-        )
-        return new_head(config, self.target)
+        if self.tokens == 0:
+            raise ValueError(f"--length {args.length}, --supervised {args.supervised}: no token is supervised")
 
     def step(self, form: str, vocabulary: str) -> tuple[float, float]:
         """Seconds of one step (teacher, forward, backward), and its loss."""
@@ -206,9 +188,7 @@ def process_kilobytes(field: str) -> int:
 
 
 def main(args: argparse.Namespace) -> None:
-    quiet_libraries()
-    torch.set_num_threads(args.threads)
-    bench = Bench(args)
+    bench = Bench(args, prepare(args, "batch_size", "steps"))
     if args.memory_of:
         return measure_memory(bench, args.memory_of)
     kinds = [(form, vocabulary) for vocabulary in bench.heads for form in FORMS]
@@ -230,11 +210,8 @@ def main(args: argparse.Namespace) -> None:
 
 def report(args: argparse.Namespace, bench: Bench, seconds: dict, losses: dict, memory: dict[str, float]) -> None:
     rate = {kind: bench.tokens / lasted for kind, lasted in seconds.items()}
-    print(f"target    {args.base_model_path}, n = {args.num_stages}, L_s = {args.num_spec_layers}")
-    print(f"batch     {args.batch_size} x {args.length}, {bench.tokens} supervised, autocast {args.autocast}")
-    capability = torch.backends.cpu.get_cpu_capability()
-    print(f"machine   {platform.machine()}, {capability}, {args.threads} threads, {args.device}")
-    print(f"versions  torch {torch.__version__}, commit {git_commit()[:12]}\n")
+    batch = f"{args.batch_size} x {args.length}, {bench.tokens} supervised, autocast {args.autocast}"
+    print_card(args, bench.device, batch=batch)
     print("| draft vocabulary | form | s a step | supervised tokens/s | loss |\n|---|---|---|---|---|")
     for (form, vocabulary), lasted in seconds.items():
         kind = form, vocabulary

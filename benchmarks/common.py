@@ -1,0 +1,73 @@
+"""What the benchmarks share: flags, the random head they measure with, and the card that stands above the numbers."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+
+import torch
+
+from pipeline_model import HeadConfig, Target, auto_anchors, split_layers
+from script_utils import Parser, git_commit, quiet_libraries, resolve_device
+
+
+def new_parser(description: str) -> Parser:
+    parser = Parser(description=f"{description}; the last line of the output is one JSON object.")
+    parser.add_argument("--base_model_path", default="checkpoints/SmolLM2-135M-Instruct", help="target model")
+    parser.add_argument("--num_stages", type=int, default=6, help="n")
+    parser.add_argument("--num_spec_layers", type=int, default=2, help="L_s")
+    parser.add_argument("--draft_vocab_size", type=int, default=16384, help="V_d, capped at the target's vocabulary")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads")
+    parser.add_argument("--device", default="cpu", help="auto, cpu, cuda or cuda:N")
+    return parser
+
+
+def prepare(args: argparse.Namespace, *counts: str) -> torch.device:
+    """Set up a run; returns its device. ValueError when the device or one of the named counts cannot be."""
+    for name in (*counts, "threads"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name} is {getattr(args, name)}: it must be at least 1")
+    quiet_libraries()
+    torch.set_num_threads(args.threads)
+    return resolve_device(args.device)
+
+
+def head_config(args: argparse.Namespace, target: Target, draft_vocab_size: int) -> HeadConfig:
+    """A head for an even split of the target, its draft vocabulary the first ids. ValueError for one that cannot be."""
+    vocab_size = target.config.vocab_size
+    draft_vocab_size = min(draft_vocab_size, vocab_size)
+    return HeadConfig.parse(
+        {
+            "version": 11,
+            "hidden_size": target.config.hidden_size,
+            "vocab_size": vocab_size,
+            "num_stages": args.num_stages,
+            "num_spec_layers": args.num_spec_layers,
+            "aggr_feature_bound": auto_anchors(split_layers(target.num_layers, args.num_stages)),
+            "draft_vocab_size": draft_vocab_size,
+            "draft_token_ids": None if draft_vocab_size == vocab_size else tuple(range(draft_vocab_size)),
+            "trained_with_use_deepest": True,
+        }
+    )
+
+
+def native_bfloat16(device: torch.device) -> bool:
+    """Whether the device has bfloat16 matrix kernels; torch falls back to slow ones on a CPU without."""
+    return device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def print_card(args: argparse.Namespace, device: torch.device, **details: str) -> None:
+    """What the numbers below were measured with; `details` are lines of the one benchmark."""
+    processor = torch.backends.cpu.get_cpu_capability()
+    if device.type == "cuda":
+        processor += f", {torch.cuda.get_device_name(device)}"
+    lines = {
+        "target": f"{args.base_model_path}, n = {args.num_stages}, L_s = {args.num_spec_layers}",
+        **details,
+        "machine": f"{platform.machine()}, {processor}, {args.threads} threads, {device}",
+        "bfloat16": f"{'native' if native_bfloat16(device) else 'no native'} matrix kernels",
+        "versions": f"torch {torch.__version__}, commit {git_commit()}",
+    }
+    for name, line in lines.items():
+        print(f"{name:<10}{line}")
+    print()

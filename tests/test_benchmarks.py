@@ -1,0 +1,125 @@
+"""The benchmarks on a tiny target: what they time, what they print, what they refuse."""
+
+import json
+import re
+import sys
+
+import pytest
+import torch
+
+from benchmarks import cycle_time, train_throughput
+from pipeline_inference import SPDDrafter
+from pipeline_model import SpeculationHead
+from tests.tiny import save_target
+
+CARD = ["target", "machine", "bfloat16", "versions"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny target whose tokenizer has a chat template."""
+    folder = tmp_path_factory.mktemp("target")
+    save_target(folder, layers=6)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["chat_template"] = "{% for m in messages %}w1 {{ m.content }} w2{% endfor %}"
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def flags(folder, *more):
+    return [
+        *("--base_model_path", str(folder), "--num_stages", "3", "--draft_vocab_size", "20", "--threads", "1"),
+        *("--device", "cpu", *more),
+    ]
+
+
+def rows(out):
+    """The cells of every table row."""
+    return [line.strip("| ").split(" | ") for line in out.splitlines() if line.startswith("|")]
+
+
+def test_cycle_time_reports_what_it_measured(folder, capsys):
+    """Guards against ratios of other numbers than those shown, a card that lacks a line, and JSON that is not last."""
+    cycle_time.main(cycle_time.build_parser().parse_args(flags(folder, "--cycles", "3", "--rounds", "2")))
+    out = capsys.readouterr().out
+    result = json.loads(out.splitlines()[-1])
+    assert [line.split()[0] for line in out.splitlines()[:4]] == CARD
+    assert f"{folder}, n = 3, L_s = 2" in out
+    milliseconds = {name.removesuffix("_ms"): value for name, value in result.items() if name.endswith("_ms")}
+    assert [cells[1] for cells in rows(out)[2:9]] == [f"{value:.2f}" for value in milliseconds.values()]
+    ms = milliseconds
+    expected = {
+        "cycle_over_ar_plus_draft": ms["cycle"] / (ms["ar_step"] + ms["draft"]),
+        "tree4_over_chain": ms["tree4_bf16"] / ms["chain_bf16"],
+        "ar_over_hf_generate": ms["ar_token"] / ms["hf_token"],
+    }
+    assert {name: result[name] for name in expected} == pytest.approx(expected, rel=0.01)
+    assert result["threads"] == 1
+
+
+def test_the_timed_draft_is_that_of_a_steady_cycle(folder, monkeypatch):
+    """Guards against a head forward that computes rows a cycle would not, leaves some out, or sees a longer cache."""
+    drafts: list[list] = []
+    plain = {"draft": SPDDrafter.draft, "aggregate": SpeculationHead.aggregate, "rows": SpeculationHead.forward_rows}
+
+    def draft(drafter, tree):
+        drafts.append([])
+        return plain["draft"](drafter, tree)
+
+    def aggregate(head, kind, features):
+        if drafts:
+            drafts[-1].append((kind, len(features)))
+        return plain["aggregate"](head, kind, features)
+
+    def forward_rows(head, rows, rope, cache, *args, **kwargs):
+        if drafts:
+            drafts[-1].append((rows.shape, cache.length))
+        return plain["rows"](head, rows, rope, cache, *args, **kwargs)
+
+    args = cycle_time.build_parser().parse_args(flags(folder, "--cycles", "4"))
+    bench = cycle_time.Bench(args, torch.device("cpu"), torch.float32)
+    monkeypatch.setattr(SPDDrafter, "draft", draft)
+    monkeypatch.setattr(SpeculationHead, "aggregate", aggregate)
+    monkeypatch.setattr(SpeculationHead, "forward_rows", forward_rows)
+    generation = bench.pipeline(1)
+    bench.fill(generation)
+    drafts.clear()
+    generation._cycle()
+    (steady,) = drafts
+    assert len(steady) > 2  # some rows change, and they run
+
+    drafts.clear()
+    assert len(bench.draft_seconds()) == 4
+    assert drafts[-4:] == [steady] * 4
+
+
+def test_train_throughput_reports_what_it_measured(folder, capsys, monkeypatch):
+    """Guards against a plain form that computes another loss, wrong rates, and a child process that fails unseen."""
+    more = ["--batch_size", "2", "--length", "24", "--steps", "1", "--autocast", "none"]
+    command = [train_throughput.__file__, *flags(folder, *more)]
+    monkeypatch.setattr(sys, "argv", command)  # memory is measured in children that run the same command
+    train_throughput.main(train_throughput.build_parser().parse_args(command[1:]))
+    out = capsys.readouterr().out
+    result = json.loads(out.splitlines()[-1])
+    assert [line.split()[0] for line in out.splitlines()[:5]] == [CARD[0], "batch", *CARD[1:]]
+    table = {(cells[0], cells[1]): cells[2:] for cells in rows(out)[2:]}
+    assert table.keys() == {(size, form) for size in ("16k", "full") for form in ("plain", "ours")}
+    for size in ("16k", "full"):
+        assert table[size, "plain"][2] == table[size, "ours"][2]
+    assert result["tokens_per_s_16k"] == pytest.approx(float(table["16k", "ours"][1]), abs=1)
+    assert re.search(r"peak memory of a step, 16k: plain \d+ MB, ours \d+ MB", out)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "message"),
+    [
+        ("--cycles", "0", "--cycles is 0: it must be at least 1"),
+        ("--threads", "0", "--threads is 0"),
+        ("--num_stages", "7", "num_stages is 7, but the target has 6 layers"),
+        ("--draft_vocab_size", "0", "draft_vocab_size is 0"),
+    ],
+)
+def test_flags_that_cannot_be_are_refused(folder, flag, value, message):
+    """Guards against a traceback, or a division by zero after minutes of measuring."""
+    with pytest.raises(ValueError, match=re.escape(message)):
+        cycle_time.main(cycle_time.build_parser().parse_args(flags(folder, flag, value)))

@@ -1,0 +1,169 @@
+"""Evaluates speculation heads on MT-Bench, GSM8K and HumanEval, beside the target alone.
+
+    python eval.py --spec_head_ckpt speculation_head_final.pt --base_model_path Qwen/Qwen3-4B \\
+        --datasets mt_bench gsm8k humaneval --prompts_per_dataset 80
+
+Every combination of head, temperature, draft-tree width and number of stages is one run, with its own rows in raw/ and
+its own summary in summary/ (evaluation_files.py). Several GPUs share a run's samples. A killed run goes on with
+--resume. What the numbers mean stands in evaluation_metrics.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from argparse import BooleanOptionalAction
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from evaluation_files import RowLog, read_summaries, table_path
+from evaluation_metrics import Key, Row, is_whole, markdown, results_line, row_key, summarise
+from evaluation_plan import Plan, PlannedRun, Planner
+from evaluation_plots import plot_summary
+from evaluation_workers import Task, Workers
+from pipeline_model import ATTN_IMPLEMENTATIONS
+from script_utils import DTYPES, Parser, atomic_open, quiet_libraries, run_record, run_script, write_json
+
+
+def build_parser() -> Parser:
+    parser = Parser(description="Acceptance, speed-ups and times of speculation heads on data sets of prompts.")
+    model = parser.add_argument_group("model")
+    model.add_argument("--base_model_path", required=True, help="target model: a folder or a hub id")
+    model.add_argument("--spec_head_ckpt", required=True, nargs="+", help="head checkpoints, files or folders")
+    model.add_argument("--dtype", default="auto", choices=["auto", *DTYPES], help="auto: float32 on a CPU, or bfloat16")
+    model.add_argument("--attn_implementation", default="sdpa", choices=ATTN_IMPLEMENTATIONS, help="attention kernels")
+    model.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
+    data = parser.add_argument_group("data")
+    data.add_argument("--data_dir", type=Path, default=Path(__file__).parent / "eval_data", help="folder of data sets")
+    data.add_argument("--datasets", nargs="+", help="folders there; unset: the official sets, or else the demo's")
+    data.add_argument("--prompts_per_dataset", type=int, help="the first so many prompts of each; unset: all")
+    data.add_argument("--no_chat_template", action="store_true", help="send prompts raw, not as a user's turn")
+    data.add_argument("--enable_thinking", action=BooleanOptionalAction, help="unset: as the chat template has it")
+    decoding = parser.add_argument_group("decoding (* takes several values: one run for every combination)")
+    decoding.add_argument("--max_new_tokens", type=int, default=512, help="new tokens at most")
+    decoding.add_argument("--temperature", type=float, nargs="+", default=[0.0], help="* 0: greedy")
+    decoding.add_argument("--draft_top_k", type=int, nargs="+", default=[1], help="* W, width of the draft tree")
+    decoding.add_argument("--num_stages", type=int, nargs="+", help="* n, for a head trained for several")
+    decoding.add_argument("--top_k", type=int, default=0, help="0: off")
+    decoding.add_argument("--top_p", type=float, default=1.0, help="1: off")
+    decoding.add_argument("--use_deepest", action=BooleanOptionalAction, help="as the head was trained, unless set")
+    decoding.add_argument("--seed", type=int, default=0, help="of every random draw")
+    baseline = parser.add_argument_group("baseline: the target alone")
+    baseline.add_argument("--baseline", action=BooleanOptionalAction, default=True, help="run it and compare")
+    baseline.add_argument("--baseline_cache_dir", type=Path, help="unset: baseline_cache in the output folder")
+    baseline.add_argument("--force_baseline_recompute", action="store_true", help="run it again though it is cached")
+    run = parser.add_argument_group("run")
+    run.add_argument("--output_dir", type=Path, default=Path("eval_output"), help="folder of raw/ and summary/")
+    run.add_argument("--gpus", nargs="+", default=["auto"], help="a process each: 0 1 2, or cpu; auto: GPU 0, or cpu")
+    run.add_argument("--resume", action="store_true", help="go on with the runs in the output folder")
+    return parser
+
+
+class Progress:
+    """A bar over the samples of a run, with running acceptance and speed."""
+
+    def __init__(self, title: str, done: Sequence[Row], total: int):
+        self._rows, self._failed = list(done), 0
+        pause = 0.1 if sys.stderr.isatty() else 30
+        self._bar = tqdm(total=total, initial=len(done), desc=title, unit="prompt", mininterval=pause)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def add(self, row: Row) -> None:
+        if "error" in row:
+            self._failed += 1
+            tqdm.write(f"failed: {row['dataset']}, question {row['question_id']}: {row['error']}", file=sys.stderr)
+        else:
+            self._rows.append(row)
+        self._bar.set_postfix_str(self._figures(), refresh=False)
+        self._bar.update()
+
+    def _figures(self) -> str:
+        sums = {
+            name: sum(row[name] for row in self._rows)
+            for name in ("n_accepted", "n_verified", "new_tokens", "decode_wall_sec")
+        }
+        figures = [f"alpha {sums['n_accepted'] / sums['n_verified']:.2f}"] if sums["n_verified"] else []
+        if sums["decode_wall_sec"]:
+            figures.append(f"{sums['new_tokens'] / sums['decode_wall_sec']:.1f} tokens/s")
+        return ", ".join(figures + ([f"{self._failed} failed"] if self._failed else []))
+
+
+class Evaluation:
+    """Runs a plan: for each run the missing baselines, the missing samples, then summary and plots."""
+
+    def __init__(self, args: argparse.Namespace, plan: Plan, workers: Workers):
+        self.args, self.plan, self.workers = args, plan, workers
+        self.record = run_record(args)
+        self._baselines: dict[Path, dict[Key, Row]] = {}  # by file: runs that differ in the head alone share one
+
+    def run(self) -> int:
+        """Returns how many samples failed."""
+        failed = 0
+        for number, planned in enumerate(self.plan.runs, start=1):
+            title = f"run {number}/{len(self.plan.runs)}"
+            baseline = self.baseline(planned, title) if self.args.baseline else {}
+            tasks = [Task(planned.run, sample, baseline.get(sample.key)) for sample in self.plan.samples]
+            rows = self.collect(title, planned.files.rows, planned.settings, tasks)
+            summary = summarise(rows.values(), planned.settings, planned.run.costs, planned.run.num_devices)
+            write_json(planned.files.summary, summary)
+            plot_summary(summary, planned.files.plots)
+            with atomic_open(table_path(self.args.output_dir)) as file:
+                file.write(markdown(read_summaries(self.args.output_dir)))
+            print(f"[{title}] {results_line(summary)}\n    {planned.files.summary}")
+            failed += len(summary["failed"]) + len(summary["baseline_failed"])
+        print(f"\nTable: {table_path(self.args.output_dir)}")
+        return failed
+
+    def baseline(self, planned: PlannedRun, title: str) -> dict[Key, Row]:
+        """The rows of the target alone, from the cache where they are there."""
+        log = planned.baseline_rows
+        if log.path not in self._baselines:
+            if self.args.force_baseline_recompute:
+                log.clear()
+            tasks = [Task(planned.baseline, sample) for sample in self.plan.samples]
+            self._baselines[log.path] = self.collect(f"{title}, baseline", log, planned.baseline_settings, tasks)
+        return self._baselines[log.path]
+
+    def collect(self, title: str, log: RowLog, settings: Mapping[str, Any], tasks: Sequence[Task]) -> dict[Key, Row]:
+        """The row of every task: from the log where it is whole, else from the workers, appended as it finishes."""
+        rows, todo = {}, []
+        stored = log.read()
+        for task in tasks:
+            row = stored.get(task.sample.key)
+            if row is not None and is_whole(row, task.sample):
+                rows[task.sample.key] = row
+            else:
+                todo.append(task)
+        record = {"settings": dict(settings)} | self.record
+        with Progress(title, list(rows.values()), len(tasks)) as progress:
+            for row in self.workers.evaluate(todo):
+                if "output_ids" in row:
+                    row["text"] = self.plan.tokenizer.decode(row["output_ids"], skip_special_tokens=True)
+                log.append(row, record)
+                rows[row_key(row)] = row
+                progress.add(row)
+        return rows
+
+
+def main(args: argparse.Namespace) -> int:
+    """Exit code 1 when a sample failed, of a run or of the baseline."""
+    quiet_libraries()
+    plan = Planner(args).plan()
+    print(plan.note)
+    with Workers(plan.options, plan.devices) as workers:
+        failed = Evaluation(args, plan, workers).run()
+    if failed:
+        print(f"{failed} samples failed: their errors are in the rows, --resume tries them again", file=sys.stderr)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    run_script(main, build_parser())

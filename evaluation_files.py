@@ -1,0 +1,242 @@
+"""The files of an evaluation: their names, rows that survive a kill, and what tells one run from another.
+
+    raw/pipeline_eval__RUN__per_sample.jsonl   one row a sample, appended as it finishes
+    raw/pipeline_eval__RUN__run.json           settings, arguments, commit, versions
+    summary/pipeline_eval__RUN__summary.json   beside it __plots.png; pipeline_eval__table.md for all runs there
+    BASELINE_CACHE/baseline__*__KEY.jsonl      rows of the target alone; KEY is a hash of all that changes them
+
+RUN names head, target and settings: `speculation_head_demo__SmolLM2-135M-Instruct__n6_W1_T0`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.utils import cached_file
+
+from evaluation_metrics import Row, row_key
+from pipeline_model import CHECKPOINT_NAME
+from script_utils import write_json
+
+PREFIX = "pipeline_eval"
+# The code that makes tokens and times: rows of two versions of it are not mixed.
+DECODING_CODE = ("pipeline_model.py", "pipeline_inference.py", "timeline.py")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What tells one run from another
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def file_sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def files_sha256(paths: Iterable[Path]) -> str:
+    """One SHA-256 of the names and contents of files, hashed side by side."""
+    paths = sorted(paths)
+    with ThreadPoolExecutor() as pool:  # hashing releases the interpreter's lock
+        sums = list(pool.map(file_sha256, paths))
+    return hashlib.sha256(
+        repr([(path.name, digest) for path, digest in zip(paths, sums, strict=True)]).encode()
+    ).hexdigest()
+
+
+def target_fingerprint(path: str) -> str:
+    """What a target's answers depend on: a hash of a folder's weights and configurations; a hub id's commit."""
+    folder = Path(path)
+    if not folder.is_dir():
+        return f"{path}@{Path(cached_file(path, 'config.json')).parent.name}"
+    wanted = ("*.safetensors", "*.bin", "config.json", "generation_config.json")
+    return files_sha256(file for pattern in wanted for file in folder.glob(pattern))
+
+
+def code_fingerprint() -> str:
+    folder = Path(__file__).parent
+    return files_sha256(folder / name for name in DECODING_CODE)
+
+
+def device_name(device: torch.device, threads: int) -> str:
+    """What times depend on: the GPU's name, or the CPU's and its threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpuinfo = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.M) if cpuinfo.is_file() else None
+    return f"{found[1].strip() if found else platform.machine()}, {threads} thread{'s' * (threads > 1)}"
+
+
+def settings_key(settings: Mapping[str, Any]) -> str:
+    """A short hash of settings, for a file name."""
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def checkpoint_file(path: str) -> Path:
+    """The file of a checkpoint that may be given by its folder."""
+    return Path(path) / CHECKPOINT_NAME if Path(path).is_dir() else Path(path)
+
+
+def checkpoint_labels(paths: Sequence[str]) -> dict[str, str]:
+    """A short name a head: its file's, its folder's for `speculation_head_final.pt`, more folders where these agree.
+
+    ValueError when two paths are the same checkpoint.
+    """
+    files = {path: checkpoint_file(path).resolve() for path in paths}
+    for path, file in files.items():
+        if list(files.values()).count(file) > 1:
+            raise ValueError(f"--spec_head_ckpt has {path!r} twice: give it once")
+    parts = {
+        path: (file.parent if file.name == CHECKPOINT_NAME else file.with_suffix("")).parts
+        for path, file in files.items()
+    }
+    for depth in range(1, max(map(len, parts.values())) + 1):
+        labels = {path: safe_name("-".join(pieces[-depth:])) for path, pieces in parts.items()}
+        if len(set(labels.values())) == len(labels):
+            return labels
+    raise ValueError(f"--spec_head_ckpt {', '.join(paths)}: their names differ in nothing that a file name can hold")
+
+
+def safe_name(text: str) -> str:
+    """The text with everything that troubles a file name replaced."""
+    return re.sub(r"[^\w.-]+", "-", text).strip("-")
+
+
+def number_name(value: float) -> str:
+    """A number as short as it can be written without loss: 0, 0.7, 1."""
+    return str(value).removesuffix(".0")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rows on disk
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class RowLog:
+    """A file of rows, appended and synced one by one; the newest row of a sample counts.
+
+    Nothing is written before the first row. Its settings stand in `record`, a JSON file with an entry "settings".
+    """
+
+    def __init__(self, path: Path, record: Path):
+        self.path, self.record = path, record
+
+    def check(self, settings: Mapping[str, Any], *, resume: bool) -> None:
+        """ValueError when there are rows and they must not or cannot be continued; names the setting that differs."""
+        if not self.path.exists() and not self.record.exists():
+            return
+        if not resume:
+            raise ValueError(
+                f"{str(self.path)!r} is there already: go on with --resume, or choose another --output_dir"
+            )
+        try:
+            theirs = json.loads(self.record.read_text(encoding="utf-8"))["settings"]
+        except (OSError, ValueError, KeyError):
+            raise ValueError(
+                f"{str(self.path)!r} cannot be resumed: its settings, {str(self.record)!r}, are missing or damaged; "
+                "choose another --output_dir"
+            ) from None
+        ours = json.loads(json.dumps(settings))
+        for name in ours | theirs:
+            if ours.get(name) != theirs.get(name):
+                raise ValueError(
+                    f"{str(self.path)!r} has {name} {theirs.get(name)}, this run {ours.get(name)}: "
+                    "resume with the same settings, or choose another --output_dir"
+                )
+
+    def read(self) -> dict[tuple[str, str], Row]:
+        """The newest row of each sample. Half a line that a killed run left at the end is cut off the file.
+
+        ValueError names any other line that is broken.
+        """
+        if not self.path.exists():
+            return {}
+        data = self.path.read_bytes()
+        whole = data.rfind(b"\n") + 1
+        if whole < len(data):
+            os.truncate(self.path, whole)
+        rows = {}
+        for number, line in enumerate(data[:whole].splitlines(), start=1):
+            try:
+                row = json.loads(line)
+                rows[row_key(row)] = row
+            except (ValueError, KeyError, TypeError):
+                raise ValueError(f"{str(self.path)!r}, line {number} is no row: remove the line") from None
+        return rows
+
+    def append(self, row: Row, record: Mapping[str, Any]) -> None:
+        """Write one row so that a kill or a power cut cannot lose it; the first row writes the record, too."""
+        line = json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"
+        try:
+            if not self.record.exists():
+                write_json(self.record, record)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(line)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise ValueError(
+                f"{str(self.path)!r} cannot be written ({error.strerror}): --resume goes on from here"
+            ) from None
+
+    def clear(self) -> None:
+        """Forget all rows."""
+        self.path.unlink(missing_ok=True)
+        self.record.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """Where a run's files are."""
+
+    output_dir: Path
+    name: str  # head, target and settings
+
+    @property
+    def rows(self) -> RowLog:
+        stem = self.output_dir / "raw" / f"{PREFIX}__{self.name}"
+        return RowLog(Path(f"{stem}__per_sample.jsonl"), Path(f"{stem}__run.json"))
+
+    @property
+    def summary(self) -> Path:
+        return self.output_dir / "summary" / f"{PREFIX}__{self.name}__summary.json"
+
+    @property
+    def plots(self) -> Path:
+        return self.output_dir / "summary" / f"{PREFIX}__{self.name}__plots.png"
+
+
+def table_path(output_dir: Path) -> Path:
+    """The Markdown table of all summaries in an output folder."""
+    return output_dir / "summary" / f"{PREFIX}__table.md"
+
+
+def read_summaries(output_dir: Path) -> list[dict[str, Any]]:
+    """Every summary in an output folder, by name."""
+    paths = sorted((output_dir / "summary").glob(f"{PREFIX}__*__summary.json"))
+    return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+
+
+def baseline_cache(folder: Path, settings: Mapping[str, Any]) -> RowLog:
+    """The rows of the target alone under these settings, whichever evaluation made them."""
+    temperature = number_name(settings["temperature"])
+    stem = folder / f"baseline__{safe_name(settings['target'])}__T{temperature}__{settings_key(settings)}"
+    return RowLog(Path(f"{stem}.jsonl"), Path(f"{stem}.json"))
+
+
+def check_writable(folder: Path) -> None:
+    """ValueError unless files can be made in a folder, which need not exist yet. Makes nothing."""
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise ValueError(f"{str(folder)!r} cannot be written: {str(existing)!r} is no folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ValueError(f"{str(folder)!r} cannot be written: no permission in {str(existing)!r}")

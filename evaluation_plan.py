@@ -1,0 +1,213 @@
+"""What an evaluation has to run: flags, data, target and heads, all checked before the target is loaded.
+
+Nothing here writes a file. Every mistake of the user is a ValueError of one line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedTokenizerBase
+
+from evaluation_data import Sample, choose_data_sets, digest, encode_questions, read_questions
+from evaluation_files import (
+    RowLog,
+    RunFiles,
+    baseline_cache,
+    check_writable,
+    checkpoint_file,
+    checkpoint_labels,
+    code_fingerprint,
+    device_name,
+    file_sha256,
+    number_name,
+    safe_name,
+    target_fingerprint,
+)
+from evaluation_workers import Run, TargetOptions
+from pipeline_inference import Sampling, check_attention, check_limits, load_tokenizer
+from pipeline_model import load_target_config, read_head
+from script_utils import resolve_dtype
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One combination of head, temperature, tree width and number of stages, with its files."""
+
+    run: Run
+    settings: Mapping[str, Any]  # all that changes a row, as it is recorded and compared
+    files: RunFiles
+    baseline: Run  # the target alone, likewise
+    baseline_settings: Mapping[str, Any]
+    baseline_rows: RowLog
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that an evaluation needs."""
+
+    runs: Sequence[PlannedRun]
+    samples: Sequence[Sample]
+    options: TargetOptions
+    devices: Sequence[str]
+    tokenizer: PreTrainedTokenizerBase
+    note: str  # which data sets, and why
+
+
+def check_flags(args: argparse.Namespace) -> None:
+    """ValueError for a flag that no run can have; cheap."""
+    for temperature in args.temperature:
+        Sampling(temperature, args.top_k, args.top_p)
+    for width in args.draft_top_k:
+        check_limits(args.max_new_tokens, width)
+        check_attention(args.attn_implementation, width)
+    if args.prompts_per_dataset is not None and args.prompts_per_dataset < 1:
+        raise ValueError(f"--prompts_per_dataset is {args.prompts_per_dataset}: it must be at least 1")
+    if args.no_chat_template and args.enable_thinking is not None:
+        raise ValueError("--enable_thinking is a setting of the chat template: it cannot go with --no_chat_template")
+    if args.force_baseline_recompute and (args.resume or not args.baseline):
+        other = "--resume would mix two baselines in one run" if args.resume else "--no-baseline leaves nothing to do"
+        raise ValueError(f"--force_baseline_recompute with {other}: drop one of the two")
+
+
+def parse_devices(values: Sequence[str]) -> list[str]:
+    """Devices of the workers, one a process, from --gpus: GPU ids (also "0,1"), "cpu", or "auto" alone.
+
+    ValueError for a GPU that is not there or named twice, for devices of several kinds, and for anything else.
+    """
+    names = [name for value in values for name in value.split(",") if name]
+    if names == ["auto"]:
+        return ["cuda:0" if torch.cuda.is_available() else "cpu"]
+    for name in names:
+        if name != "cpu" and not name.isdecimal():
+            raise ValueError(f"--gpus has {name!r}: give GPU ids (0 1 2), cpu, or auto alone")
+    ids = [int(name) for name in names if name != "cpu"]
+    count = torch.cuda.device_count()
+    if ids and max(ids) >= count:
+        raise ValueError(
+            f"--gpus has {max(ids)}, but this machine has {count} GPUs, counted from 0: use another, or cpu"
+        )
+    if len(set(ids)) < len(ids):
+        raise ValueError(f"--gpus is {' '.join(names)}: a GPU named twice would share its time between two processes")
+    kinds = {torch.cuda.get_device_name(index) for index in ids} | ({"cpu"} if "cpu" in names else set())
+    if len(kinds) != 1:
+        found = ", ".join(sorted(kinds)) or "nothing"
+        raise ValueError(f"--gpus lists {found}: all times of a run must come from one kind of device")
+    return ["cpu" if name == "cpu" else f"cuda:{int(name)}" for name in names]
+
+
+class Planner:
+    """Reads what an evaluation needs and combines it into runs. ValueError for everything that does not fit."""
+
+    def __init__(self, args: argparse.Namespace):
+        check_flags(args)
+        self.args, self.devices = args, parse_devices(args.gpus)
+        self.labels = checkpoint_labels(args.spec_head_ckpt)
+        self.names, self.note = choose_data_sets(args.data_dir, args.datasets)
+        questions = [
+            item for name in self.names for item in read_questions(args.data_dir, name, args.prompts_per_dataset)
+        ]
+        self.config = load_target_config(args.base_model_path, args.trust_remote_code)
+        self.tokenizer = load_tokenizer(args.base_model_path, args.trust_remote_code)
+        self.chat_template = bool(self.tokenizer.chat_template) and not args.no_chat_template
+        if args.enable_thinking is not None and not self.chat_template:
+            raise ValueError(
+                f"--enable_thinking needs a chat template: the tokenizer of {args.base_model_path!r} has none"
+            )
+        self.samples = encode_questions(
+            questions,
+            self.tokenizer,
+            chat_template=self.chat_template,
+            enable_thinking=args.enable_thinking,
+            max_new_tokens=args.max_new_tokens,
+            max_positions=self.config.max_position_embeddings,
+        )
+        self.options = TargetOptions(
+            path=args.base_model_path,
+            dtype=resolve_dtype(args.dtype, torch.device(self.devices[0])),
+            attn_implementation=args.attn_implementation,
+            trust_remote_code=args.trust_remote_code,
+            threads=max(1, torch.get_num_threads() // len(self.devices)),  # processes on a CPU share its threads
+        )
+        self.heads = {path: read_head(path, self.config).config for path in args.spec_head_ckpt}
+
+    def plan(self) -> Plan:
+        args = self.args
+        axes = (args.spec_head_ckpt, args.temperature, args.draft_top_k, args.num_stages or [None])
+        shared = self.target_settings()
+        runs = [self.planned(shared, *values) for values in itertools.product(*map(dict.fromkeys, axes))]
+        for folder in (args.output_dir, baseline_folder(args)):
+            check_writable(folder)
+        for planned in runs:
+            planned.files.rows.check(planned.settings, resume=args.resume)
+        return Plan(runs, self.samples, self.options, self.devices, self.tokenizer, self.note)
+
+    def target_settings(self) -> dict[str, Any]:
+        """All but the temperature that changes what the target alone answers, or its times."""
+        args = self.args
+        return {
+            "target": safe_name(Path(args.base_model_path).resolve().name),
+            "target_fingerprint": target_fingerprint(args.base_model_path),
+            "code_fingerprint": code_fingerprint(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "device": device_name(torch.device(self.devices[0]), self.options.threads),
+            "dtype": str(self.options.dtype).removeprefix("torch."),
+            "attn_implementation": args.attn_implementation,
+            "chat_template": self.chat_template,
+            "enable_thinking": args.enable_thinking,
+            "max_new_tokens": args.max_new_tokens,
+            "top_k": args.top_k,
+            "top_p": args.top_p,
+            "seed": args.seed,
+        }
+
+    def planned(
+        self, shared: Mapping[str, Any], path: str, temperature: float, width: int, num_stages: int | None
+    ) -> PlannedRun:
+        args, head = self.args, self.heads[path]
+        sampling = Sampling(temperature, args.top_k, args.top_p)
+        num_layers = self.config.num_hidden_layers
+        run = Run(
+            sampling=sampling,
+            max_new_tokens=args.max_new_tokens,
+            seed=args.seed,
+            stage_sizes=head.split(num_layers, num_stages),
+            spec_head_ckpt=path,
+            num_spec_layers=head.num_spec_layers,
+            draft_top_k=width,
+            use_deepest=head.trained_with_use_deepest if args.use_deepest is None else args.use_deepest,
+        )
+        baseline_settings = dict(shared) | {"temperature": temperature}
+        settings = baseline_settings | {
+            "head": self.labels[path],
+            "head_sha256": file_sha256(checkpoint_file(path)),
+            "stage_sizes": run.stage_sizes,
+            "num_spec_layers": run.num_spec_layers,
+            "draft_top_k": width,
+            "use_deepest": run.use_deepest,
+            "baseline": args.baseline,
+            "prompts": digest(self.samples),
+        }
+        name = f"{settings['head']}__{settings['target']}__n{len(run.stage_sizes)}_W{width}_T{number_name(temperature)}"
+        if run.use_deepest != head.trained_with_use_deepest:
+            name += f"_{'' if run.use_deepest else 'no-'}use_deepest"
+        return PlannedRun(
+            run=run,
+            settings=settings,
+            files=RunFiles(args.output_dir, name),
+            baseline=Run(sampling, args.max_new_tokens, args.seed, stage_sizes=(num_layers,)),
+            baseline_settings=baseline_settings,
+            baseline_rows=baseline_cache(baseline_folder(args), baseline_settings),
+        )
+
+
+def baseline_folder(args: argparse.Namespace) -> Path:
+    return args.baseline_cache_dir or args.output_dir / "baseline_cache"

@@ -1,0 +1,227 @@
+"""Who runs the samples of an evaluation: one process a device, each with the target loaded once.
+
+`build_decoder` makes the decoder of a run's method; everything else here is the same for every method.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import signal
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+
+from evaluation_data import Sample
+from evaluation_metrics import Costs, Row, compare_with_baseline, failed_row, sample_row, spd_costs
+from pipeline_inference import Decoder, LocalExecutor, Sampling, SPDDrafter, logit_gap
+from pipeline_model import Target, load_head
+from script_utils import quiet_libraries
+
+WARMUP_PROMPT = 32  # prompt tokens of the unrecorded generation before a decoder's first sample
+
+
+@dataclass(frozen=True)
+class TargetOptions:
+    """How every worker loads the target."""
+
+    path: str
+    dtype: torch.dtype
+    attn_implementation: str = "sdpa"
+    trust_remote_code: bool = False
+    threads: int = 1  # CPU threads of a worker
+
+
+@dataclass(frozen=True)
+class Run:
+    """One combination of settings: a method, and how it decodes every sample."""
+
+    sampling: Sampling
+    max_new_tokens: int
+    seed: int
+    stage_sizes: tuple[int, ...]  # (L,): the target alone
+    spec_head_ckpt: str | None = None  # None: the target alone
+    num_spec_layers: int = 0
+    draft_top_k: int = 1
+    use_deepest: bool | None = None  # None: as the head was trained
+
+    @property
+    def costs(self) -> Costs:
+        return spd_costs(self.stage_sizes, self.num_spec_layers)
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that the theory assumes: one a stage, and one for the head."""
+        return len(self.stage_sizes) + (self.spec_head_ckpt is not None)
+
+
+@dataclass(frozen=True)
+class Task:
+    """One sample of a run, and the baseline's row of the same sample, if there is a baseline."""
+
+    run: Run
+    sample: Sample
+    baseline: Mapping[str, Any] | None = None
+
+
+def sample_seed(seed: int, sample: Sample) -> int:
+    """The seed of a sample's random draws: the same in any order and on any worker."""
+    text = f"{seed}/{sample.dataset}/{sample.question_id}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) >> 1
+
+
+def build_decoder(target: Target, run: Run) -> Decoder:
+    """The decoder of a run's method on a loaded target. ValueError for a head that does not fit."""
+    drafter, anchors = None, (0,)
+    if run.spec_head_ckpt is not None:
+        head = load_head(run.spec_head_ckpt, target)
+        drafter = SPDDrafter(head, target, run.stage_sizes, run.use_deepest)
+        anchors = head.config.aggr_feature_bound
+    return Decoder(
+        LocalExecutor(target, run.stage_sizes, anchors),
+        drafter,
+        sampling=run.sampling,
+        draft_top_k=run.draft_top_k,
+        eos_token_ids=target.eos_token_ids,
+        max_positions=target.config.max_position_embeddings,
+    )
+
+
+class Evaluator:
+    """Decodes samples on one device: the target, and the decoder of the run at hand."""
+
+    def __init__(self, options: TargetOptions, device: str):
+        """ValueError when there is no such target."""
+        torch.set_num_threads(options.threads)
+        self.target = Target.load(
+            options.path,
+            dtype=options.dtype,
+            device=device,
+            attn_implementation=options.attn_implementation,
+            trust_remote_code=options.trust_remote_code,
+        )
+        self._run: Run | None = None
+        self._decoder: Decoder | None = None
+
+    def evaluate(self, task: Task) -> Row:
+        """The row of a sample, failed or not. ValueError when the run's head does not fit the target."""
+        run, sample = task.run, task.sample
+        fresh = run != self._run
+        if fresh:
+            self._run = self._decoder = None  # the old head's memory is free before the new one is loaded
+            self._decoder, self._run = build_decoder(self.target, run), run
+        try:
+            if fresh:
+                self._warm_up(sample)
+            self._decoder.seed = sample_seed(run.seed, sample)
+            row = sample_row(sample, self._decoder.generate(sample.prompt_ids, run.max_new_tokens), run.costs)
+            if task.baseline is None:
+                return row
+            return self._compared(row, task)
+        except Exception as error:  # out of memory, a fault of one prompt: recorded, and the others go on
+            return failed_row(sample, error)
+
+    def _warm_up(self, sample: Sample) -> None:
+        """A short unrecorded generation, so that no sample's times have allocations and kernel choices in them."""
+        cycles = 2 * len(self._decoder.executor.stage_sizes)
+        self._decoder.generate(sample.prompt_ids[:WARMUP_PROMPT], min(self._run.max_new_tokens, cycles))
+
+    def _compared(self, row: Row, task: Task) -> Row:
+        greedy = task.run.sampling.greedy
+        row = compare_with_baseline(row, task.baseline, task.run.costs, greedy=greedy)
+        difference = row["first_difference"]
+        if difference and None not in difference.values():
+            at = difference["position"]
+            prefix = [*task.sample.prompt_ids, *row["output_ids"][:at]]
+            executor = LocalExecutor(self.target, (self.target.num_layers,))
+            difference["logit_gap"] = logit_gap(executor, prefix, difference["baseline_token"], difference["token"])
+        return row
+
+
+class Workers:
+    """One process a device; a single device works in this process."""
+
+    def __init__(self, options: TargetOptions, devices: Sequence[str]):
+        self._options, self._devices = options, devices
+        self._local: Evaluator | None = None
+        self._processes = []
+        self._connections: dict[Connection, str] = {}  # to the processes, with their devices
+
+    def __enter__(self) -> Workers:
+        if len(self._devices) == 1:
+            self._local = Evaluator(self._options, self._devices[0])
+            return self
+        context = get_context("spawn")  # CUDA does not survive a fork
+        for device in self._devices:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=serve, args=(theirs, self._options, device), daemon=True)
+            process.start()
+            theirs.close()  # so that a dead worker closes the pipe
+            self._processes.append(process)
+            self._connections[ours] = device
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            process.terminate()
+        for process in self._processes:
+            process.join()
+
+    def evaluate(self, tasks: Iterable[Task]) -> Iterator[Row]:
+        """The rows of tasks, in the order in which they finish. ValueErrors of the workers are raised here.
+
+        ValueError, too, when a worker's process dies.
+        """
+        if self._local is not None:
+            yield from map(self._local.evaluate, tasks)
+            return
+        waiting, busy = deque(tasks), []
+        for connection in self._connections:
+            self._send(connection, waiting, busy)
+        while busy:
+            for connection in wait(busy):
+                busy.remove(connection)
+                try:
+                    outcome = connection.recv()
+                except EOFError:
+                    raise self._died(connection) from None
+                if isinstance(outcome, ValueError):
+                    raise outcome
+                self._send(connection, waiting, busy)
+                yield outcome
+
+    def _send(self, connection: Connection, waiting: deque[Task], busy: list[Connection]) -> None:
+        if not waiting:
+            return
+        try:
+            connection.send(waiting.popleft())
+        except BrokenPipeError:
+            raise self._died(connection) from None
+        busy.append(connection)
+
+    def _died(self, connection: Connection) -> ValueError:
+        return ValueError(
+            f"the worker process on {self._connections[connection]} died (out of memory?): "
+            "its finished rows are kept, --resume goes on from there"
+        )
+
+
+def serve(connection: Connection, options: TargetOptions, device: str) -> None:
+    """A worker process: answers tasks until the other end of the pipe is gone, however it went."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    quiet_libraries()
+    evaluator = None
+    with suppress(EOFError, BrokenPipeError):
+        while True:
+            task = connection.recv()
+            try:
+                evaluator = evaluator or Evaluator(options, device)
+                outcome = evaluator.evaluate(task)
+            except ValueError as error:
+                outcome = error
+            connection.send(outcome)

@@ -58,7 +58,7 @@ class Float32Muon(torch.optim.Muon):
     def step(self) -> None:
         for group in self.param_groups:
             lr, beta = group["lr"], group["momentum"]
-            for weight in group["params"]:
+            for weight in (weight for weight in group["params"] if weight.grad is not None):
                 momentum = self.state[weight].setdefault("momentum_buffer", torch.zeros_like(weight))
                 momentum.lerp_(weight.grad, 1 - beta)
                 update = orthogonalise(weight.grad.lerp(momentum, beta), group["ns_coefficients"], group["ns_steps"])

@@ -41,6 +41,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer
@@ -308,6 +309,15 @@ def _family(value: Any) -> Any:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+class NodeRow(NamedTuple):
+    """A node as the host knows it: what has to be told to whoever runs the stages."""
+
+    token: int
+    id: int
+    parent: int  # node id of the parent
+    slot: int  # KV slot
+
+
 class NodeBatch(NamedTuple):
     """The w candidate tokens of one position, which enter stage 0 together and travel together (w = 1 in a chain).
 
@@ -322,6 +332,12 @@ class NodeBatch(NamedTuple):
     parents: Tensor  # [w] node ids of the parents
     slots: Tensor | None = None  # [w] KV slots; None in a chain, where the slot is the position
     mask: Tensor | None = None  # [w, used] bool, the KV slots each node sees; None in a chain: all up to its own
+
+    @classmethod
+    def of(cls, position: int, rows: Sequence[NodeRow], device: torch.device) -> NodeBatch:
+        """A chain's batch from its rows on the host; `TreeMask.enter` makes it a tree's."""
+        tokens, nodes, parents, _ = torch.tensor(rows, device=device).T.unbind()
+        return cls(position, tuple(row.id for row in rows), tokens, nodes, parents)
 
     def keep(self, rows: list[int]) -> NodeBatch:
         """The batch with only the given rows."""
@@ -357,13 +373,14 @@ class TreeMask:
         self._visible[root] = False
         self._visible[root, :prompt_length] = True
 
-    def enter(self, batch: NodeBatch, highest_slot: int) -> NodeBatch:
-        """Give the batch its mask: each node sees what its parent sees, and its own slot."""
-        self._used = max(self._used, highest_slot + 1)
+    def enter(self, batch: NodeBatch, slots: Sequence[int]) -> NodeBatch:
+        """Give the batch its slots and its mask: each node sees what its parent sees, and its own slot."""
+        self._used = max(self._used, *(slot + 1 for slot in slots))
+        own = torch.tensor(slots, device=self._visible.device)
         rows = self._visible[batch.parents]
-        rows[torch.arange(len(rows), device=rows.device), batch.slots] = True
+        rows[torch.arange(len(rows), device=rows.device), own] = True
         self._visible[batch.nodes] = rows
-        return batch._replace(mask=rows[:, : self._used])
+        return batch._replace(slots=own, mask=rows[:, : self._used])
 
 
 class StageCache:
@@ -531,10 +548,51 @@ def causal_mask(rows: int, start: int, device: torch.device) -> Tensor:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+class TargetPart(NamedTuple):
+    """What one process holds of a target, beside the final norm and the rotary table. The rest is never read."""
+
+    layers: range  # decoder layers, 0-based
+    embedding: bool = False
+    lm_head: range = range(0)  # rows of the vocabulary
+
+    def cut(self, model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
+        """A model class that has only this part, so that `from_pretrained` reads only these weights.
+
+        The lm_head keeps all its rows, and the embedding that it is tied to: `trim` drops the rest.
+        """
+        part = self
+
+        class Part(model_class):
+            def __init__(self, config: PreTrainedConfig):
+                super().__init__(config)
+                for index in range(config.num_hidden_layers):
+                    if index not in part.layers:
+                        self.model.layers[index] = nn.Identity()
+                tied = config.tie_word_embeddings and bool(part.lm_head)
+                if not part.embedding and not tied:
+                    self.model.embed_tokens = nn.Identity()
+                if not part.lm_head:
+                    self.lm_head = nn.Identity()
+                if not tied:
+                    self.all_tied_weights_keys = {}
+
+        return Part
+
+    def trim(self, model: PreTrainedModel) -> PreTrainedModel:
+        """Drop what a loaded `cut` model holds beyond this part."""
+        if not self.embedding:
+            model.model.embed_tokens = nn.Identity()
+        if self.lm_head and len(self.lm_head) < model.config.vocab_size:
+            rows = model.lm_head.weight[self.lm_head.start : self.lm_head.stop].clone()
+            model.lm_head = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta")
+            model.lm_head.weight = nn.Parameter(rows, requires_grad=False)
+        return model
+
+
 class Target:
     """A frozen causal language model of `transformers`, opened up: embedding, decoder layers, final norm, lm_head.
 
-    Raises ValueError for a model type, rotary embedding or attention window that the stages cannot run.
+    Loaded in part, it has only that part's modules, and every layer keeps its number. Raises ValueError for a model type, rotary embedding or attention window that the stages cannot run.
     """
 
     def __init__(self, model: PreTrainedModel):
@@ -562,13 +620,20 @@ class Target:
         device: str | torch.device = "cpu",
         attn_implementation: str = "sdpa",
         trust_remote_code: bool = False,
+        part: TargetPart | None = None,
     ) -> Target:
-        """Load a local folder or a hub id. ValueError as `load_target_config`, and for missing or damaged weights."""
-        load_target_config(path, trust_remote_code)
+        """Load a local folder or a hub id, all of it or a part.
+
+        ValueError as `load_target_config`, and for missing or damaged weights.
+        """
+        config = load_target_config(path, trust_remote_code)
+        settings = {"dtype": dtype, "attn_implementation": attn_implementation}
         try:
-            model = AutoModelForCausalLM.from_pretrained(
-                path, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
-            )
+            if part is None:
+                model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=trust_remote_code, **settings)
+            else:
+                model_class = part.cut(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
+                model = part.trim(model_class.from_pretrained(path, config=config, use_safetensors=True, **settings))
         except (OSError, SafetensorError) as error:
             raise _no_target(path, error) from None
         return cls(model.to(device))
@@ -579,11 +644,11 @@ class Target:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.embed_tokens.weight.dtype
+        return self.norm.weight.dtype
 
     @property
     def device(self) -> torch.device:
-        return self.embed_tokens.weight.device
+        return self.norm.weight.device
 
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -923,8 +988,14 @@ def key_types(query_depth: int, types: Sequence[int], fill: int) -> tuple[int, .
     return tuple(seen)
 
 
-def staircase_plan(anchors: Sequence[int], stage_sizes: Sequence[int], fill: int | None) -> dict[int, tuple[int, ...]]:
-    """The types whose rows a g_0 row depends on, directly or through other rows, each with its `key_types`."""
+def staircase_plan(
+    anchors: Sequence[int], stage_sizes: Sequence[int], fill: int | None, *, exact_fill: bool = False
+) -> dict[int, tuple[int, ...]]:
+    """The types whose rows a g_0 row depends on, directly or through other rows, each with its `key_types`.
+
+    METHOD section 4 counts the fill from each query. In decoding it counts from the newest token: behind a row at depth
+    d only F - d tokens are still in flight. `exact_fill` trains on that; the two differ for 1 < F < n.
+    """
     types, depths = depth_types(anchors, stage_sizes), representative_depths(anchors, stage_sizes)
     fill = len(stage_sizes) if fill is None else _integer("fill", fill, 1, len(stage_sizes))
     plan: dict[int, tuple[int, ...]] = {}
@@ -932,7 +1003,8 @@ def staircase_plan(anchors: Sequence[int], stage_sizes: Sequence[int], fill: int
     while wanted:
         kind = wanted.pop()
         if kind not in plan:
-            plan[kind] = key_types(depths[kind], types, fill)
+            in_flight = max(0, fill - depths[kind]) if exact_fill else fill
+            plan[kind] = key_types(depths[kind], types, in_flight)
             wanted.extend(plan[kind])
     return dict(sorted(plan.items()))
 
@@ -1082,19 +1154,20 @@ def training_loss(
     *,
     stage_sizes: Sequence[int],
     fill: int | None = None,
+    exact_fill: bool = False,
     temperature: float = 1.0,
     teacher_best: Tensor | None = None,
 ) -> TrainingLoss:
     """Distillation loss of a batch for a pipeline with `fill` tokens in flight (None: full, n).
 
-    features and hidden as `teacher_features` returns them; labels [B, S] hold the token at each position, or -100
-    where it is not supervised; the prediction at t is supervised when the label at t + 1 is. teacher_best [B, S] is
-    the target's argmax at each position where somebody has it already: with a draft vocabulary it saves a third of the
-    lm_heads' work.
+    fill and exact_fill as in `staircase_plan`; features and hidden as `teacher_features` returns them; labels [B, S]
+    hold the token at each position, or -100 where it is not supervised; the prediction at t is supervised when the
+    label at t + 1 is. teacher_best [B, S] is the target's argmax at each position where somebody has it already: with a
+    draft vocabulary it saves a third of the lm_heads' work.
     """
     supervised = (labels[:, 1:] >= 0) & attention_mask[:, 1:].bool()
     selected = supervised.nonzero(as_tuple=True)
-    plan = staircase_plan(head.config.aggr_feature_bound, stage_sizes, fill)
+    plan = staircase_plan(head.config.aggr_feature_bound, stage_sizes, fill, exact_fill=exact_fill)
     cos, sin = target.rope(features.shape[1])
     rope = cos[:, : features.shape[1]].to(features.device), sin[:, : features.shape[1]].to(features.device)
     draft = target.norm(draft_rows(head, features, rope, plan, selected))

@@ -60,6 +60,7 @@ from pipeline_model import (
     read_checkpoint,
     save_head,
     split_layers,
+    staircase_plan,
     teacher_features,
     training_loss,
 )
@@ -160,7 +161,8 @@ def build_parser() -> Parser:
     head.add_argument(
         "--fill_alpha",
         type=number(float, 0, 1, above=True),
-        help="draw the fill F with weight alpha^(F-1), as decoding meets it; default: half full, half even",
+        help="train on fills F as decoding meets them: drawn with weight alpha^(F-1), counted from the newest token; "
+        "default: the paper's, half full, half even, counted from each row",
     )
 
     steps = parser.add_argument_group("optimisation")
@@ -305,16 +307,14 @@ def load_target(args: argparse.Namespace, accelerator: Accelerator, dtype: torch
 class HeadLoss(nn.Module):
     """The training forward as a module, for DistributedDataParallel to wrap; its parameters are the head's alone."""
 
-    def __init__(self, head: SpeculationHead, target: Target, temperature: float):
+    def __init__(self, head: SpeculationHead, target: Target, temperature: float, exact_fill: bool = False):
         super().__init__()
         self.head = head
         self.target = target  # no nn.Module: not registered
-        self.temperature = temperature
+        self.settings = {"temperature": temperature, "exact_fill": exact_fill}
 
     def forward(self, teacher: dict[str, Tensor], stage_sizes: tuple[int, ...], fill: int) -> TrainingLoss:
-        loss = training_loss(
-            self.head, self.target, **teacher, stage_sizes=stage_sizes, fill=fill, temperature=self.temperature
-        )
+        loss = training_loss(self.head, self.target, **teacher, stage_sizes=stage_sizes, fill=fill, **self.settings)
         # A short fill or a small n leaves types without rows. Their gradients are zero then, not absent: processes
         # have to agree on which gradients there are, and optimisers on which weights take part in a step.
         touched = sum(projection.weight[0, 0] for projection in self.head.aggr_projs)
@@ -356,8 +356,10 @@ class Trainer:
             self.say(f"--warmup_steps lowered to {self.warmup}: the run has only {self.total_steps} steps")
 
         stages = head.config.trained_num_stages or (head.config.num_stages,)
+        self.exact_fill = args.fill_alpha is not None
         self.splits = {n: head.config.split(target.num_layers, n) for n in stages}
-        self.model = accelerator.prepare(HeadLoss(head, target, args.temperature))
+        self.loss = HeadLoss(head, target, args.temperature, self.exact_fill)
+        self.model = accelerator.prepare(self.loss)
         lrs = {"lr": args.lr, "lr_adamw": args.lr_adamw}
         self.optimizers = build_optimizers(head, args.optimizer, **lrs, weight_decay=args.weight_decay)
         # Losses are sums, so gradients are large already: fp16 starts with a low scale.
@@ -429,6 +431,7 @@ class Trainer:
         self.gradient_norm = self.scale_gradients(counted)
         if math.isfinite(total) and math.isfinite(self.gradient_norm):
             scale_lr(self.optimizers, lr_factor(step, self.total_steps, self.warmup, self.args.lr_scheduler))
+            self.rest_unused_types(step)
             for optimizer in self.optimizers:
                 optimizer.step()
             self.progress.add(total, counted, supervised, agreed)
@@ -447,21 +450,36 @@ class Trainer:
         """Gradients of this process's micro-batches, summed, and of all processes, averaged by the last backward."""
         accelerator = self.accelerator
         micro_batches = self.order.step(self.progress.step)
-        first, mine = self.progress.step * len(micro_batches), range(len(micro_batches))
-        mine = mine[accelerator.process_index :: accelerator.num_processes]
+        draws = self.draw_fills(self.progress.step)
+        mine = range(len(micro_batches))[accelerator.process_index :: accelerator.num_processes]
         losses = []
         for index in mine:
             batch = self.load("train", micro_batches[index])
-            n, fill = self.draw_fill(first + index)
+            n, fill = draws[index]
             with nullcontext() if index == mine[-1] else accelerator.no_sync(self.model):
                 loss = self.model(batch.teacher, self.splits[n], fill)
                 self.scaler.scale(loss.total).backward()
             losses.append((loss._replace(total=loss.total.detach()), batch.example_ids))
         return losses
 
-    def draw_fill(self, micro_batch: int) -> tuple[int, int]:
-        args = self.args
-        return draw_fill(tuple(self.splits), args.trained_with_use_deepest, args.fill_alpha, args.seed, micro_batch)
+    def draw_fills(self, step: int) -> list[tuple[int, int]]:
+        """Pipeline depth and fill of each micro-batch of a step, all processes together."""
+        args, count = self.args, self.order.step_size // self.args.batch_size
+        settings = (tuple(self.splits), args.trained_with_use_deepest, args.fill_alpha, args.seed)
+        return [draw_fill(*settings, micro_batch) for micro_batch in range(step * count, (step + 1) * count)]
+
+    def rest_unused_types(self, step: int) -> None:
+        """Take the gradients off projections whose types had no rows in this step, so that optimisers leave them be.
+
+        Muon moves a matrix by the same amount however small its momentum has become: a type that is rare would wander
+        off along the gradient of its last batch.
+        """
+        anchors, used = self.head.config.aggr_feature_bound, set()
+        for n, fill in set(self.draw_fills(step)):
+            used |= staircase_plan(anchors, self.splits[n], fill, exact_fill=self.exact_fill).keys()
+        for kind, projection in enumerate(self.head.aggr_projs):
+            if kind not in used:
+                projection.weight.grad = None
 
     def load(self, part: str, rows: np.ndarray) -> MicroBatch:
         """Rows of `train` or `val`, run through the target, or as its pass left them in the feature cache."""
@@ -528,9 +546,8 @@ class Trainer:
         for batch in batches[accelerator.process_index :: accelerator.num_processes]:
             teacher = self.load("val", batch).teacher
             for index, (n, fill) in enumerate(shapes):
-                shape = {"stage_sizes": self.splits[n], "fill": fill, "temperature": args.temperature}
                 with accelerator.autocast():
-                    loss = training_loss(self.head, self.target, **teacher, **shape)
+                    loss = self.loss(teacher, self.splits[n], fill)
                 sums[index] += torch.stack([value.double() for value in loss])
         figures = [
             {

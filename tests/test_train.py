@@ -469,6 +469,31 @@ def test_muon_takes_the_matrices_only():
     assert (muon.param_groups[0]["lr"], adamw.param_groups[0]["lr"]) == (2e-3, 1e-3)
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_types_without_rows_stay_where_they_are(work, tmp_path, monkeypatch, optimizer):
+    """Guards rare types: a projection moves in the steps whose fills need it and in no other, momentum or not."""
+    moved, fills = [], []
+    step = train.Trainer.train_step
+
+    def watched(self, signals):
+        before = [projection.weight.detach().clone() for projection in self.head.aggr_projs]
+        number = self.progress.step
+        result = step(self, signals)
+        after = [projection.weight.detach() for projection in self.head.aggr_projs]
+        moved.append([not torch.equal(*pair) for pair in zip(before, after, strict=True)])
+        fills.append({fill for _, fill in self.draw_fills(number)})
+        return result
+
+    monkeypatch.setattr(train.Trainer, "train_step", watched)
+    more = ["--optimizer", optimizer, "--fill_alpha", 0.7, "--aggr_feature_bound", "0,1,2,3,4", "--max_steps", 16]
+    assert run(work, tmp_path, *more, "--gradient_accumulation_steps", 1) == 0
+    assert len({len(step_fills) for step_fills in fills}) == 1
+    assert {1, 4} <= set.union(*fills)
+    for types, (fill,) in zip(moved, fills, strict=True):
+        # n = 4 with an anchor a layer: depth and type are the same, and fill F has depths 0 .. F-1 and the deepest.
+        assert types == [kind < fill or kind == 4 for kind in range(5)]
+
+
 @pytest.mark.parametrize("shape", [(24, 8), (8, 24), (16, 16)])
 def test_float32_muon_is_muon(shape):
     """Guards the CPU's Muon: over several steps it moves a matrix like the library's, but for bfloat16."""

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import pipeline_model
+from pipeline_inference import Decoder, LocalExecutor, SPDDrafter
 from pipeline_model import (
     Target,
     draft_rows,
@@ -17,7 +18,7 @@ from pipeline_model import (
     teacher_features,
     training_loss,
 )
-from tests.tiny import VOCAB, tiny_head, tiny_target
+from tests.tiny import VOCAB, random_prompt, tiny_head, tiny_target
 
 FIXTURE = Path(__file__).parents[2] / "shared/interop/llama_v11"
 
@@ -219,6 +220,36 @@ def test_new_head_starts_from_the_target():
     hybrid = tiny_target("qwen3_5")
     with pytest.raises(ValueError, match="layer 3 is linear attention"):
         new_head(tiny_head(hybrid, (2, 2)).config, hybrid, base_layers=[2, 3])
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_training_rows_are_decoding_rows(family):
+    """Guards `exact_fill`, and training and decoding against each other: for every fill, decoding drafts from the logits
+    of the training forward over the same tokens. With an anchor a layer every depth has a type."""
+    target = tiny_target(family)
+    sizes, anchors = (1, 1, 1, 1), (0, 1, 2, 3, 4)
+    head = tiny_head(target, sizes, aggr_feature_bound=anchors)
+    prompt, drafts = random_prompt(5), []
+
+    class Recorder(SPDDrafter):
+        def draft(self, tree):
+            logits = super().draft(tree)
+            in_flight = [level[0].token for level in tree.levels]
+            drafts.append((prompt + generation.result.tokens + in_flight, tree.fill, logits[0]))
+            return logits
+
+    executor = LocalExecutor(target, sizes, anchors)
+    generation = Decoder(executor, Recorder(head, target, sizes), seed=1).start(prompt, 12)
+    generation.finish()
+    assert {fill for _, fill, _ in drafts} == {1, 2, 3, 4}
+    for tokens, fill, logits in drafts:
+        ids = torch.tensor([tokens])
+        features, _ = teacher_features(target, ids, torch.ones_like(ids), anchors)
+        cos, sin = (table[:, : len(tokens)] for table in target.rope(len(tokens)))
+        plan = staircase_plan(anchors, sizes, fill, exact_fill=True)
+        newest = torch.tensor([0]), torch.tensor([len(tokens) - 1])
+        row = draft_rows(head, features, (cos, sin), plan, newest)
+        torch.testing.assert_close(head.lm_head(target.norm(row))[0], logits, atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.skipif(not FIXTURE.exists(), reason="the reference numbers are not at hand")

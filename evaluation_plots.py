@@ -60,7 +60,8 @@ def plot_speedups(axis: Axes, summary: Mapping[str, Any]) -> None:
     axis.set_xticks(range(len(parts)), [name.replace("_", " ") for name in parts])
     axis.set(title="speed-up over the target alone", ylabel="times")
     axis.margins(y=0.1)
-    axis.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.08))  # below: bars can be anywhere
+    if shown:
+        axis.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.08))  # below: bars can be anywhere
 
 
 def _with_reach(part: Mapping[str, Any], metric: str) -> tuple[float, float, float]:

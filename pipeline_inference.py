@@ -21,8 +21,9 @@ import sys
 import time
 from argparse import BooleanOptionalAction
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -42,6 +43,7 @@ from pipeline_model import (
     CachePlan,
     HeadCache,
     NodeBatch,
+    NodeRow,
     SpeculationHead,
     Target,
     TreeMask,
@@ -50,7 +52,7 @@ from pipeline_model import (
     read_checkpoint,
 )
 from script_utils import DTYPES, Parser, quiet_libraries, resolve_device, resolve_dtype, run_script
-from timeline import DRAFT, VERIFY, Span, Timeline, Timings, stage_index, stage_row, write_trace
+from timeline import DRAFT, VERIFY, WAIT, Span, Timeline, Timings, stage_index, stage_row, write_trace
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Sampling and verification
@@ -164,6 +166,10 @@ class Node:
     alive: bool = True  # still agrees with every emitted token
     completed: bool = False  # has left the last stage
 
+    @property
+    def row(self) -> NodeRow:
+        return NodeRow(self.token, self.id, self.parent.id, self.slot)
+
 
 class TokenTree:
     """The newest emitted tokens and, behind them, every candidate that agrees with them.
@@ -247,7 +253,7 @@ def _living(level: list[Node]) -> list[Node]:
 class PromptOutput(NamedTuple):
     """What a prompt of P tokens leaves behind."""
 
-    hidden: Tensor  # [1, H], h_L of the last token
+    logits: Tensor  # [V], the target's, behind the last token
     features: Tensor  # [P, m, H], the anchors of every token
 
 
@@ -262,11 +268,15 @@ class Completed(NamedTuple):
     """The nodes that left the last stage in a cycle, all of one position."""
 
     ids: tuple[int, ...]
-    hidden: Tensor  # [w, H], h_L
+    logits: Callable[[int], Tensor]  # row -> the target's logits [V] behind that node: final norm, lm_head
 
 
 class Executor(Protocol):
-    """Runs the target's n stages, locally or on other ranks. One generation at a time."""
+    """Runs the target's n stages, locally or on other ranks. One generation at a time.
+
+    The executor decides where logits come from and when it waits for a stage: nobody asks for anything earlier than it
+    is needed.
+    """
 
     stage_sizes: tuple[int, ...]
     anchors: tuple[int, ...]
@@ -278,14 +288,14 @@ class Executor(Protocol):
     def begin_cycle(self, position: int, entering: Sequence[Node]) -> Tensor | None:
         """Start a cycle; the entering nodes go into stage 0. Returns their h_0 [w, H], None when nothing enters."""
 
-    def finish_cycle(self) -> tuple[list[Captured], Completed | None]:
-        """Wait until every stage has run its tokens."""
+    def finish_cycle(self) -> tuple[Iterable[Captured], Completed | None]:
+        """Every stage has run its tokens. The anchors are asked for once, after the verdict, before the next draft."""
 
     def roll_back(self, dead: set[int]) -> None:
         """Drop the in-flight nodes with these ids."""
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Final norm and lm_head: [w, H] -> [w, V]."""
+    def finish(self) -> None:
+        """The generation has ended. All stage times are in the timeline afterwards."""
 
 
 class LocalExecutor:
@@ -319,17 +329,15 @@ class LocalExecutor:
                 hidden, anchors = stage.prefill(hidden, start, cache, root_row)
                 captured |= anchors
             features.append(torch.stack([captured[b][0] for b in self.anchors], dim=1))
-        return PromptOutput(hidden[0, -1:], torch.cat(features))
+        return PromptOutput(self.target.logits(hidden[0, -1]), torch.cat(features))
 
     def begin_cycle(self, position: int, entering: Sequence[Node]) -> Tensor | None:
         if not entering:
             return None
-        rows = [(node.token, node.id, node.parent.id, node.slot) for node in entering]
-        tokens, nodes, parents, slots = torch.tensor(rows, device=self.device).T.unbind()
-        batch = NodeBatch(position, tuple(node.id for node in entering), tokens, nodes, parents)
+        batch = NodeBatch.of(position, [node.row for node in entering], self.device)
         if self._tree_mask is not None:
-            batch = self._tree_mask.enter(batch._replace(slots=slots), max(node.slot for node in entering))
-        hidden = self.target.embed(tokens)
+            batch = self._tree_mask.enter(batch, [node.slot for node in entering])
+        hidden = self.target.embed(batch.tokens)
         self._inputs[0] = batch, hidden[:, None]
         return hidden
 
@@ -346,7 +354,7 @@ class LocalExecutor:
                 captured.append(Captured(batch.nodes, {b: h[:, 0] for b, h in anchors.items()}))
             self._inputs[index] = None
             if index == last:
-                completed = Completed(batch.ids, hidden[:, 0])
+                completed = Completed(batch.ids, partial(self._logits, hidden[:, 0]))
             else:
                 self._inputs[index + 1] = batch, hidden
         return captured, completed
@@ -362,8 +370,11 @@ class LocalExecutor:
             elif len(rows) < len(batch.ids):
                 self._inputs[index] = batch.keep(rows), hidden[rows]
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.target.logits(hidden)
+    def finish(self) -> None:
+        """The times are in the timeline already."""
+
+    def _logits(self, hidden: Tensor, row: int) -> Tensor:
+        return self.target.logits(hidden[row])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -385,8 +396,8 @@ class Drafter(Protocol):
     def draft(self, tree: TokenTree) -> Tensor:
         """Logits over the draft vocabulary for the position behind each frontier node, [F, V_d]."""
 
-    def observe(self, captured: Sequence[Captured]) -> None:
-        """The stages have finished a cycle and captured these anchors."""
+    def observe(self, captured: Iterable[Captured]) -> None:
+        """The stages captured these anchors in the previous cycle."""
 
 
 class SPDDrafter:
@@ -433,7 +444,9 @@ class SPDDrafter:
             self._row_types[node.id] = None
         self._features[[node.id for node in nodes], 0] = h0
 
-    def observe(self, captured: Sequence[Captured]) -> None:
+    def observe(self, captured: Iterable[Captured]) -> None:
+        # A row of a node that has died since may land on a new node with its id: an anchor that the new node will reach
+        # later, and overwrite.
         for nodes, hidden in captured:
             for anchor, states in hidden.items():
                 self._features[nodes, self._anchors.index(anchor)] = states
@@ -652,7 +665,8 @@ class Generation:
         )
         self.tree = TokenTree(self._plan, prompt, num_stages)
         self._entering: list[Node] = []  # enter stage 0 in the next cycle
-        self._due: dict[Node, Tensor] = {}  # completed nodes and their h_L [H], to verify with
+        self._captured: Iterable[Captured] = ()  # by the stages, in the previous cycle
+        self._due: dict[Node, Callable[[], Tensor]] = {}  # completed nodes and their logits [V], to verify with
         self._generator = torch.Generator(decoder.executor.device).manual_seed(decoder.seed)
         self._q: Tensor | None = None  # [nodes, V_d] what each in-flight draft was sampled from
         self.timeline = Timeline(decoder.executor.device, keep_spans=decoder.keep_trace)
@@ -675,9 +689,11 @@ class Generation:
             event = self._cycle()
             if event is not None:
                 yield event
+        decoded = time.perf_counter()
+        self._executor.finish()
         self.result.timings = self.timeline.finish(
             prefill=prefilled - begun,
-            decode=time.perf_counter() - prefilled,
+            decode=decoded - prefilled,
             num_stages=len(self.result.stage_sizes),
             verify_lag=self._settings.verify_lag,
         )
@@ -693,7 +709,7 @@ class Generation:
         output = self._executor.start(self._prompt, self.tree.root.id, self._plan, self.timeline)
         if self._drafter is not None:
             self._drafter.start(self._plan, output.features, self.tree.path)
-        token = self._sampling.draw(self._executor.logits(output.hidden)[0], self._generator)
+        token = self._sampling.draw(output.logits, self._generator)
         return self._emit(Verdict(token, None), accepted=True)
 
     @torch.inference_mode()
@@ -701,9 +717,7 @@ class Generation:
         """One cycle. Returns the token it emitted; None while the pipeline fills."""
         self._begin_cycle()
         drafted = self._draft()  # beside the stages: from features that were there before the cycle
-        captured, completed = self._executor.finish_cycle()
-        if self._drafter is not None:
-            self._drafter.observe(captured)
+        self._captured, completed = self._executor.finish_cycle()
         before, self._due = self._due, self._complete(completed)
         if self._settings.keep_trace:
             self._drafted.append(drafted)
@@ -718,8 +732,10 @@ class Generation:
     def _begin_cycle(self) -> None:
         entering = self._entering
         h0 = self._executor.begin_cycle(entering[0].position if entering else -1, entering)
-        if entering and self._drafter is not None:
-            self._drafter.enter(entering, h0)
+        if self._drafter is not None:
+            if entering:
+                self._drafter.enter(entering, h0)
+            self._drafter.observe(self._captured)
         if self._settings.keep_trace:
             self._entered.append(entering)
 
@@ -764,25 +780,28 @@ class Generation:
         ids = self._drafter.draft_token_ids
         return draft_ids if ids is None else ids[draft_ids]
 
-    def _complete(self, completed: Completed | None) -> dict[Node, Tensor]:
-        """Mark the nodes that have left the last stage; returns them with their h_L [H]."""
+    def _complete(self, completed: Completed | None) -> dict[Node, Callable[[], Tensor]]:
+        """Mark the nodes that have left the last stage; returns them, each with where its logits [V] come from."""
         if completed is None:
             return {}
-        hidden_of = dict(zip(completed.ids, completed.hidden, strict=True))
+        row_of = {node: row for row, node in enumerate(completed.ids)}
         candidates = self.tree.levels[0] if self.tree.levels else []
-        done = {node: hidden_of[node.id] for node in (self.tree.root, *candidates) if node.id in hidden_of}
+        done = {
+            node: partial(completed.logits, row_of[node.id])
+            for node in (self.tree.root, *candidates)
+            if node.id in row_of
+        }
         for node in done:
             node.completed = True
         return done
 
-    def _verify(self, due: dict[Node, Tensor]) -> TokenEvent | None:
+    def _verify(self, due: dict[Node, Callable[[], Tensor]]) -> TokenEvent | None:
         """Let the completed root verify the position behind it; commit the verdict, roll the losers back."""
         if self.tree.root not in due:
             return None
         candidates = self.tree.levels[0] if self.tree.levels else []
         with self.timeline.span(VERIFY):
-            logits = self._executor.logits(due[self.tree.root][None])[0]
-            verdict = self._judge(logits, candidates)
+            verdict = self._judge(due[self.tree.root](), candidates)
         if candidates:
             self.result.verified_by_fill[candidates[0].fill - 1] += 1
             self.result.accepted_by_fill[candidates[0].fill - 1] += verdict.accepted is not None
@@ -821,7 +840,7 @@ class Generation:
         for span in self.timeline.spans:
             if span.row == DRAFT:
                 nodes = self._drafted[span.cycle]
-            elif span.row == VERIFY:
+            elif span.row in (VERIFY, WAIT):
                 nodes = []
             else:
                 entered = span.cycle - stage_index(span.row)
@@ -989,7 +1008,7 @@ class Demo:
 def logit_gap(executor: Executor, prefix: Sequence[int], first: int, second: int) -> float:
     """How much the target prefers `first` to `second` after a prefix that two generations share."""
     output = executor.start(prefix, 0, CachePlan(len(prefix), 1, tree=False), Timeline(executor.device))
-    logits = executor.logits(output.hidden)[0].float()
+    logits = output.logits.float()
     return float(logits[first] - logits[second])
 
 

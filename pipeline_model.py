@@ -592,7 +592,8 @@ class TargetPart(NamedTuple):
 class Target:
     """A frozen causal language model of `transformers`, opened up: embedding, decoder layers, final norm, lm_head.
 
-    Loaded in part, it has only that part's modules, and every layer keeps its number. Raises ValueError for a model type, rotary embedding or attention window that the stages cannot run.
+    Loaded in part, it has only that part's modules, and every layer keeps its number. Raises ValueError for a model
+    type, rotary embedding or attention window that the stages cannot run.
     """
 
     def __init__(self, model: PreTrainedModel):
@@ -1041,17 +1042,54 @@ def staircase_attention(
     return torch.cat(outputs, dim=2)
 
 
+@lru_cache(maxsize=64)
+def _staircase_blocks(kinds: tuple[int, ...], seen: tuple[int, ...], length: int, device: torch.device) -> BlockMask:
+    """FlexAttention's mask of one type's rows over the keys of all types, one type behind the other."""
+    block_at = torch.tensor([kinds.index(kind) for kind in (*seen, max(kinds))], device=device)  # by distance
+
+    def visible(_batch, _head, row, column):
+        distance = row - column % length
+        return (distance >= 0) & (block_at[distance.clamp(0, len(seen))] == column // length)
+
+    return create_block_mask(visible, None, None, length, len(kinds) * length, device=device)
+
+
+@lru_cache(maxsize=1)
+def _compiled_flex_attention() -> Callable[..., Tensor]:
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def flex_staircase_attention(
+    query: Tensor, keys: Mapping[int, Tensor], values: Mapping[int, Tensor], seen: Sequence[int], scaling: float
+) -> Tensor:
+    """`staircase_attention` by FlexAttention: one kernel that skips the blocks of keys no query sees.
+
+    CUDA only: on a CPU it has no backward.
+    """
+    if not seen:  # plain causal attention over the deepest type, which SDPA gives to FlashAttention
+        return staircase_attention(query, keys, values, seen, scaling)
+    blocks = _staircase_blocks(tuple(keys), tuple(seen), query.shape[2], query.device)
+    key, value = (torch.cat(list(kinds.values()), dim=2) for kinds in (keys, values))
+    attend = _compiled_flex_attention() if query.is_cuda else flex_attention
+    return attend(query, key, value, block_mask=blocks, scale=scaling, enable_gqa=True)
+
+
+STAIRCASE_ATTENTION = {"sdpa": staircase_attention, "flex_attention": flex_staircase_attention}
+
+
 def draft_rows(
     head: SpeculationHead,
     features: Tensor,
     rope: tuple[Tensor, Tensor],
     plan: Mapping[int, tuple[int, ...]],
     selected: tuple[Tensor, Tensor],
+    attention: str = "sdpa",
 ) -> Tensor:
     """The head's g_0 output before the final norm at the selected (batch, position) pairs: [P, H].
 
-    features [B, S, m, H]; rope [1, S, D_rot]; plan as `staircase_plan`.
+    features [B, S, m, H]; rope [1, S, D_rot]; plan as `staircase_plan`; attention, one of `STAIRCASE_ATTENTION`.
     """
+    attend = STAIRCASE_ATTENTION[attention]
     batch, kinds = len(features), list(plan)
     rows = torch.cat([head.aggregate(kind, features) for kind in kinds])  # [kinds * B, S, H]
     for layer in head.spec_layers:
@@ -1063,7 +1101,7 @@ def draft_rows(
         query, gate = layer.queries(normed, rope)
         attended = torch.cat(
             [
-                staircase_attention(part, keys, values, plan[kind], layer.self_attn.scaling)
+                attend(part, keys, values, plan[kind], layer.self_attn.scaling)
                 for kind, part in zip(kinds, query.split(batch), strict=False)
             ]
         )
@@ -1157,20 +1195,21 @@ def training_loss(
     exact_fill: bool = False,
     temperature: float = 1.0,
     teacher_best: Tensor | None = None,
+    attention: str = "sdpa",
 ) -> TrainingLoss:
     """Distillation loss of a batch for a pipeline with `fill` tokens in flight (None: full, n).
 
     fill and exact_fill as in `staircase_plan`; features and hidden as `teacher_features` returns them; labels [B, S]
     hold the token at each position, or -100 where it is not supervised; the prediction at t is supervised when the
     label at t + 1 is. teacher_best [B, S] is the target's argmax at each position where somebody has it already: with a
-    draft vocabulary it saves a third of the lm_heads' work.
+    draft vocabulary it saves a third of the lm_heads' work. attention as in `draft_rows`.
     """
     supervised = (labels[:, 1:] >= 0) & attention_mask[:, 1:].bool()
     selected = supervised.nonzero(as_tuple=True)
     plan = staircase_plan(head.config.aggr_feature_bound, stage_sizes, fill, exact_fill=exact_fill)
     cos, sin = target.rope(features.shape[1])
     rope = cos[:, : features.shape[1]].to(features.device), sin[:, : features.shape[1]].to(features.device)
-    draft = target.norm(draft_rows(head, features, rope, plan, selected))
+    draft = target.norm(draft_rows(head, features, rope, plan, selected, attention))
     with torch.no_grad():
         teacher = target.norm(hidden[selected])
     best = None if teacher_best is None else teacher_best[selected]

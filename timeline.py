@@ -14,7 +14,7 @@ import torch
 
 from script_utils import atomic_open
 
-DRAFT, VERIFY = "draft", "verify"
+DRAFT, VERIFY, WAIT = "draft", "verify", "wait"
 # CUDA events of this many cycles are left in flight before they are read, so that reading never waits.
 EVENT_LAG = 4
 
@@ -48,13 +48,14 @@ class Timings:
     stages: list[float] = field(default_factory=list)  # one sum a stage
     draft: float = 0.0
     verify: float = 0.0
+    wait: float = 0.0  # for stages on other ranks; 0 in one process
     # What the decode would take with a device a stage and one for the head: per cycle the slowest stage or the head,
     # plus verification; or, with verify_lag 1, the slowest of the three.
     ideal_decode: float = 0.0
 
 
 class Timeline:
-    """Collects the spans of one generation. Memory stays constant unless `keep_spans` is set."""
+    """Collects the spans of one generation: a few numbers a cycle, and the spans themselves if `keep_spans` is set."""
 
     def __init__(self, device: torch.device, *, keep_spans: bool = False):
         self._cuda = device.type == "cuda"
@@ -63,10 +64,9 @@ class Timeline:
         self._cycle = 0
         self._open: list[tuple[str, object, object]] = []
         self._unread: list[tuple[int, list]] = []
+        self.began = time.time()  # wall-clock time from which spans count
         self._origin = self._now()
-        self.totals: dict[str, float] = defaultdict(float)
-        self.ideal = 0.0  # seconds, with verification at the end of each cycle
-        self.ideal_lagged = 0.0  # seconds, with verification beside the next cycle
+        self._cycles: list[dict[str, float]] = []  # row -> seconds, of each cycle
         self.spans: list[Span] = []
 
     def _now(self):
@@ -90,35 +90,42 @@ class Timeline:
         if len(self._unread) > (EVENT_LAG if self._cuda else 0):
             self._read(*self._unread.pop(0))
 
+    def add(self, span: Span) -> None:
+        """A span that another process measured, on this timeline's clock."""
+        while len(self._cycles) <= span.cycle:
+            self._cycles.append(defaultdict(float))
+        self._cycles[span.cycle][span.row] += span.seconds
+        if self._keep_spans:
+            self.spans.append(span)
+
     def finish(self, *, prefill: float, decode: float, num_stages: int, verify_lag: int) -> Timings:
         """The totals of the generation; `prefill` and `decode` are wall-clock seconds."""
         while self._unread:
             self._read(*self._unread.pop(0))
+        totals: dict[str, float] = defaultdict(float)
+        ideal = 0.0
+        for seconds in self._cycles:
+            for row, value in seconds.items():
+                totals[row] += value
+            longest = max((value for row, value in seconds.items() if row not in (VERIFY, WAIT)), default=0.0)
+            ideal += max(longest, seconds[VERIFY]) if verify_lag else longest + seconds[VERIFY]
         return Timings(
             prefill=prefill,
             decode=decode,
-            stages=[self.totals[stage_row(stage)] for stage in range(num_stages)],
-            draft=self.totals[DRAFT],
-            verify=self.totals[VERIFY],
-            ideal_decode=self.ideal_lagged if verify_lag else self.ideal,
+            stages=[totals[stage_row(stage)] for stage in range(num_stages)],
+            draft=totals[DRAFT],
+            verify=totals[VERIFY],
+            wait=totals[WAIT],
+            ideal_decode=ideal,
         )
 
     def _read(self, cycle: int, records: list) -> None:
         if self._cuda and records:
             records[-1][2].synchronize()
-        seconds: dict[str, float] = defaultdict(float)
         for row, start, end in records:
             lasted = start.elapsed_time(end) / 1e3 if self._cuda else end - start
-            seconds[row] += lasted
-            if self._keep_spans:
-                begin = self._origin.elapsed_time(start) / 1e3 if self._cuda else start - self._origin
-                self.spans.append(Span(row, cycle, begin, lasted))
-        for row, value in seconds.items():
-            self.totals[row] += value
-        verify = seconds.pop(VERIFY, 0.0)
-        longest = max(seconds.values(), default=0.0)
-        self.ideal += longest + verify
-        self.ideal_lagged += max(longest, verify)
+            begin = self._origin.elapsed_time(start) / 1e3 if self._cuda else start - self._origin
+            self.add(Span(row, cycle, begin, lasted))
 
 
 def write_trace(path: str | Path, processes: Mapping[str, Iterable[tuple[Span, dict]]]) -> None:
@@ -153,7 +160,6 @@ def write_trace(path: str | Path, processes: Mapping[str, Iterable[tuple[Span, d
 
 
 def _row_order(row: str) -> tuple[int, int]:
-    """Draft on top, the stages in order, verification below."""
-    if row in (DRAFT, VERIFY):
-        return (0 if row == DRAFT else 2), 0
-    return 1, stage_index(row)
+    """Draft on top, the stages in order, verification and waiting below."""
+    fixed = {DRAFT: (0, 0), VERIFY: (2, 0), WAIT: (2, 1)}
+    return fixed[row] if row in fixed else (1, stage_index(row))

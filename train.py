@@ -31,7 +31,7 @@ from dataclasses import asdict
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -86,6 +86,7 @@ from training_state import (
 )
 
 MAX_SKIPPED_IN_ROW = 5
+TRAINING_ATTENTION = (*ATTN_IMPLEMENTATIONS, "flex_attention")  # the last: the head's, with sdpa for the target
 TARGET_DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -122,7 +123,7 @@ def build_parser() -> Parser:
     count, positive, natural = number(int, 1), number(float, 0, above=True), number(int, 0)
     model = parser.add_argument_group("target")
     model.add_argument("--model_name", required=True, help="target model: a folder or a hub id")
-    model.add_argument("--attn_implementation", default="sdpa", choices=ATTN_IMPLEMENTATIONS, help="the target's")
+    model.add_argument("--attn_implementation", default="sdpa", choices=TRAINING_ATTENTION, help="attention kernels")
     model.add_argument("--device_map", choices=["auto"], help="auto: spread the target over a process's GPUs")
     model.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
 
@@ -206,7 +207,8 @@ def check_launch(args: argparse.Namespace) -> None:
     if args.tracker != "none" and find_spec(args.tracker) is None:
         raise ValueError(f"--tracker {args.tracker} needs a package: pip install {args.tracker}")
     if not torch.cuda.is_available():
-        for name, value in (("mixed_precision", "fp16"), ("device_map", "auto")):
+        only_cuda = {"mixed_precision": "fp16", "device_map": "auto", "attn_implementation": "flex_attention"}
+        for name, value in only_cuda.items():
             if getattr(args, name) == value:
                 raise ValueError(f"--{name} {value} needs a CUDA device, and there is none")
     if args.lr_adamw is not None and args.optimizer != "muon":
@@ -295,7 +297,8 @@ def layer_placement(num_layers: int, gpus: Sequence[int]) -> dict[str, int]:
 
 
 def load_target(args: argparse.Namespace, accelerator: Accelerator, dtype: torch.dtype, num_layers: int) -> Target:
-    shared = {"attn_implementation": args.attn_implementation, "trust_remote_code": args.trust_remote_code}
+    attention = "sdpa" if args.attn_implementation == "flex_attention" else args.attn_implementation
+    shared = {"attn_implementation": attention, "trust_remote_code": args.trust_remote_code}
     if args.device_map is None:
         return Target.load(args.model_name, dtype=dtype, device=accelerator.device, **shared)
     local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # processes that share this machine's GPUs
@@ -307,11 +310,11 @@ def load_target(args: argparse.Namespace, accelerator: Accelerator, dtype: torch
 class HeadLoss(nn.Module):
     """The training forward as a module, for DistributedDataParallel to wrap; its parameters are the head's alone."""
 
-    def __init__(self, head: SpeculationHead, target: Target, temperature: float, exact_fill: bool = False):
+    def __init__(self, head: SpeculationHead, target: Target, **settings: Any):
         super().__init__()
         self.head = head
         self.target = target  # no nn.Module: not registered
-        self.settings = {"temperature": temperature, "exact_fill": exact_fill}
+        self.settings = settings  # of `training_loss`
 
     def forward(self, teacher: dict[str, Tensor], stage_sizes: tuple[int, ...], fill: int) -> TrainingLoss:
         loss = training_loss(self.head, self.target, **teacher, stage_sizes=stage_sizes, fill=fill, **self.settings)
@@ -358,7 +361,14 @@ class Trainer:
         stages = head.config.trained_num_stages or (head.config.num_stages,)
         self.exact_fill = args.fill_alpha is not None
         self.splits = {n: head.config.split(target.num_layers, n) for n in stages}
-        self.loss = HeadLoss(head, target, args.temperature, self.exact_fill)
+        flex = args.attn_implementation == "flex_attention"
+        self.loss = HeadLoss(
+            head,
+            target,
+            temperature=args.temperature,
+            exact_fill=self.exact_fill,
+            attention="flex_attention" if flex else "sdpa",
+        )
         self.model = accelerator.prepare(self.loss)
         lrs = {"lr": args.lr, "lr_adamw": args.lr_adamw}
         self.optimizers = build_optimizers(head, args.optimizer, **lrs, weight_decay=args.weight_decay)

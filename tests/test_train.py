@@ -546,6 +546,8 @@ def test_layers_are_placed_so_that_hidden_states_end_beside_the_head():
         (["--val_fraction", "0.7"], "at most 0.5"),
         (["--tracker", "wandb"], "pip install wandb"),
         (["--mixed_precision", "fp16"], "CUDA"),
+        (["--attn_implementation", "flex_attention"], "CUDA"),
+        (["--fill_alpha", "0.5", "--no-trained_with_use_deepest"], "needs --trained_with_use_deepest"),
         (["--device_map", "auto"], "CUDA"),
         (["--resume_from", "nowhere"], "not a complete checkpoint"),
     ],

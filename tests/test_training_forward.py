@@ -9,6 +9,7 @@ import torch
 import pipeline_model
 from pipeline_inference import Decoder, LocalExecutor, SPDDrafter
 from pipeline_model import (
+    STAIRCASE_ATTENTION,
     Target,
     draft_rows,
     key_types,
@@ -20,6 +21,7 @@ from pipeline_model import (
 )
 from tests.tiny import VOCAB, random_prompt, tiny_head, tiny_target
 
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 FIXTURE = Path(__file__).parents[2] / "shared/interop/llama_v11"
 
 
@@ -222,10 +224,28 @@ def test_new_head_starts_from_the_target():
         new_head(tiny_head(hybrid, (2, 2)).config, hybrid, base_layers=[2, 3])
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
+@pytest.mark.parametrize("seen", [(), (0,), (0, 1), (0, 0, 1, 2), (1, 2, 2)])
+def test_flex_attention_is_the_same_attention(seen, device):
+    """Guards the FlexAttention mask: outputs equal the chunked form's; on CUDA, where it trains, gradients too."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(heads):
+        return torch.randn(2, heads, 150, 16, generator=generator).to(device).requires_grad_(device == "cuda")
+
+    query, kinds = random(4), sorted({*seen, 3})
+    keys, values = ({kind: random(2) for kind in kinds} for _ in range(2))
+    inputs, outputs = [query, *keys.values(), *values.values()], []
+    for attend in STAIRCASE_ATTENTION.values():
+        out = attend(query, keys, values, seen, 0.3)
+        outputs.append([out, *torch.autograd.grad(out.square().sum(), inputs)] if device == "cuda" else [out])
+    torch.testing.assert_close(*outputs, rtol=1e-3, atol=1e-3 if device == "cuda" else 1e-5)
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3_5"])
 def test_training_rows_are_decoding_rows(family):
-    """Guards `exact_fill`, and training and decoding against each other: for every fill, decoding drafts from the logits
-    of the training forward over the same tokens. With an anchor a layer every depth has a type."""
+    """Guards `exact_fill`, and training and decoding against each other: for every fill, decoding drafts from the
+    logits of the training forward over the same tokens. With an anchor a layer every depth has a type."""
     target = tiny_target(family)
     sizes, anchors = (1, 1, 1, 1), (0, 1, 2, 3, 4)
     head = tiny_head(target, sizes, aggr_feature_bound=anchors)

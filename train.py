@@ -54,6 +54,7 @@ from pipeline_model import (
     TrainingLoss,
     auto_anchors,
     check_base_layers,
+    check_weights,
     load_target_config,
     new_head,
     parse_stage_layers,
@@ -152,6 +153,7 @@ def build_parser() -> Parser:
     head.add_argument("--aggr_feature_bound", default="auto", help='layers whose output the head reads: "0,5,15,29"')
     head.add_argument("--draft_vocab_json", help="list by draft_vocab/build_draft_vocab.py; default: full vocabulary")
     head.add_argument("--spec_init_from_base_layers", type=integers, help="target layers (1 ..) to start from: 14,15")
+    head.add_argument("--init_head", help="checkpoint whose weights to start from, for more training on other data")
     head.add_argument(
         "--trained_with_use_deepest",
         action=BooleanOptionalAction,
@@ -211,6 +213,8 @@ def check_launch(args: argparse.Namespace) -> None:
         for name, value in only_cuda.items():
             if getattr(args, name) == value:
                 raise ValueError(f"--{name} {value} needs a CUDA device, and there is none")
+    if args.init_head is not None and args.spec_init_from_base_layers is not None:
+        raise ValueError("--init_head brings all weights: leave --spec_init_from_base_layers out")
     if args.lr_adamw is not None and args.optimizer != "muon":
         raise ValueError("--lr_adamw belongs to --optimizer muon: set --lr alone")
     if args.fill_alpha is not None and not args.trained_with_use_deepest:
@@ -305,6 +309,21 @@ def load_target(args: argparse.Namespace, accelerator: Accelerator, dtype: torch
     gpus = range(accelerator.device.index or 0, torch.cuda.device_count(), local)
     placement = layer_placement(num_layers, gpus)
     return Target(AutoModelForCausalLM.from_pretrained(args.model_name, dtype=dtype, device_map=placement, **shared))
+
+
+def start_from(head: SpeculationHead, path: str) -> None:
+    """Copy a checkpoint's weights. ValueError when its head reads, drafts or is built otherwise."""
+    found, state = read_checkpoint(path)
+    for name in ("aggr_feature_bound", "num_spec_layers", "draft_token_ids"):
+        ours, theirs = getattr(head.config, name), getattr(found, name)
+        if ours != theirs:
+            both = "differs" if name == "draft_token_ids" else f"is {theirs}, this run's {ours}"
+            raise ValueError(f"--init_head {path!r}: its {name} {both}: give it the same head")
+    try:
+        check_weights(head.state_dict(), state)
+    except ValueError as error:
+        raise ValueError(f"--init_head {path!r}: {error}") from None
+    head.load_state_dict(state)
 
 
 class HeadLoss(nn.Module):
@@ -744,6 +763,8 @@ def main(args: argparse.Namespace) -> int:
     data = load_data(args, accelerator, tokenizer)
     target = load_target(args, accelerator, TARGET_DTYPES[precision], config_of_target.num_hidden_layers)
     head = new_head(config, target, args.spec_init_from_base_layers, args.seed)
+    if args.init_head is not None:
+        start_from(head, args.init_head)
     collator = PadCollator(0 if tokenizer.pad_token_id is None else tokenizer.pad_token_id)
     if args.tracker != "none":
         settings = {name: str(value) for name, value in vars(args).items()}

@@ -318,6 +318,23 @@ def test_several_depths(work, tmp_path):
     assert len(plain) == 8
 
 
+def test_training_goes_on_from_a_head(work, tmp_path, capsys):
+    """Guards --init_head: a run of one step with a tiny learning rate ends where the other began; another head is
+    refused by what differs."""
+    assert run(work, tmp_path / "first", "--max_steps", 3) == 0
+    more = ["--init_head", tmp_path / "first", "--max_steps", 1, "--lr", 1e-12]
+    assert run(work, tmp_path / "second", *more) == 0
+    for name, weight in weights(tmp_path / "first").items():
+        torch.testing.assert_close(weights(tmp_path / "second")[name], weight, rtol=0, atol=1e-9)
+    for flag, value, part in (
+        ("--num_spec_layers", 1, "its num_spec_layers is 2, this run's 1"),
+        ("--draft_vocab_json", work / "draft.json", "its draft_token_ids differs"),
+        ("--spec_init_from_base_layers", "1,2", "leave --spec_init_from_base_layers out"),
+    ):
+        capsys.readouterr()
+        assert part in script_error(work, tmp_path, capsys, *map(str, more), flag, str(value))
+
+
 def test_loss_that_is_not_finite(work, tmp_path, monkeypatch, capsys):
     """Guards a night's run: a step with a non-finite loss changes no weight and is reported with its examples; five in
     a row end the run with exit code 1 and name the last good checkpoint."""

@@ -2,7 +2,8 @@
 
 The plain form is what METHOD section 4 says, written down directly: all m*S rows through every layer under a dense
 (m*S)^2 mask, teacher and draft logits at every position, softmax over them, then the supervised ones are picked. Both
-run whole optimisation steps (teacher pass, forward, backward) on the same batch, in turns, in one process each.
+run whole steps (teacher pass, forward, backward) on the same batch, in turns, in one process. "cached" is this code in
+an epoch after the first, with the teacher pass read from `--feature_cache`.
 """
 
 from __future__ import annotations
@@ -12,9 +13,13 @@ import json
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
+import datasets
+import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -22,6 +27,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.common import head_config, new_parser, prepare, print_card
+from feature_cache import FeatureCache
 from pipeline_model import (
     SpeculationHead,
     Target,
@@ -35,7 +41,8 @@ from pipeline_model import (
 )
 from script_utils import DTYPES, Parser, run_script
 
-FORMS = ("plain", "ours")
+FORMS = ("plain", "ours", "cached")
+MEMORY_FORMS = ("plain", "ours")
 
 
 def build_parser() -> Parser:
@@ -45,7 +52,9 @@ def build_parser() -> Parser:
     parser.add_argument("--supervised", type=float, default=0.73, help="share of supervised tokens (ShareGPT has 0.73)")
     parser.add_argument("--autocast", default="bfloat16", choices=["none", *DTYPES], help="autocast of both forms")
     parser.add_argument("--steps", type=int, default=3, help="timed steps of each form, after one warm-up")
-    parser.add_argument("--memory_of", choices=FORMS, help=argparse.SUPPRESS)  # runs one form alone, for its peak
+    parser.add_argument(
+        "--memory_of", choices=MEMORY_FORMS, help=argparse.SUPPRESS
+    )  # runs one form alone, for its peak
     return parser
 
 
@@ -71,8 +80,8 @@ def plain_mask(anchors, stage_sizes, fill: int, attention_mask: Tensor) -> Tenso
     return mask | torch.eye(kinds * length, dtype=torch.bool, device=mask.device)  # padded rows: anything but nothing
 
 
-def plain_loss(head: SpeculationHead, target: Target, batch: dict, stage_sizes, fill: int, temperature: float = 1.0):
-    """(sum of KL * tau^2, counted, supervised, agreed), every intermediate in full."""
+def plain_loss(head: SpeculationHead, target: Target, batch: dict, stage_sizes, fill: int):
+    """(sum of KL, counted, supervised, agreed), every intermediate in full."""
     anchors, ids = head.config.aggr_feature_bound, batch["input_ids"]
     length = ids.shape[1]
     with torch.no_grad():
@@ -97,8 +106,8 @@ def plain_loss(head: SpeculationHead, target: Target, batch: dict, stage_sizes, 
         rank_of = torch.full((teacher.shape[-1],), -1, device=ids.device)
         rank_of[draft_ids] = torch.arange(len(draft_ids), device=ids.device)
         teacher, best = teacher[..., draft_ids], rank_of[best]
-    log_p, log_q = (x.div(temperature).log_softmax(dim=-1) for x in (teacher, logits))
-    divergence = (log_p.exp() * (log_p - log_q)).sum(dim=-1) * temperature**2  # [B, S]
+    log_p, log_q = (x.log_softmax(dim=-1) for x in (teacher, logits))
+    divergence = (log_p.exp() * (log_p - log_q)).sum(dim=-1)  # [B, S]
     supervised = torch.zeros_like(best, dtype=torch.bool)
     supervised[:, :-1] = (batch["labels"][:, 1:] >= 0) & batch["attention_mask"][:, 1:].bool()
     counted = supervised & (best >= 0)
@@ -106,21 +115,17 @@ def plain_loss(head: SpeculationHead, target: Target, batch: dict, stage_sizes, 
     return divergence[counted].sum(), counted.sum(), supervised.sum(), agreed.sum()
 
 
-def our_loss(head: SpeculationHead, target: Target, batch: dict, stage_sizes, fill: int, temperature: float = 1.0):
-    features, hidden = teacher_features(
-        target, batch["input_ids"], batch["attention_mask"], head.config.aggr_feature_bound
-    )
-    return training_loss(
-        head,
-        target,
-        features,
-        hidden,
-        batch["labels"],
-        batch["attention_mask"],
-        stage_sizes=stage_sizes,
-        fill=fill,
-        temperature=temperature,
-    )
+def our_loss(head: SpeculationHead, target: Target, batch: dict, stage_sizes, fill: int):
+    anchors, labels, mask = head.config.aggr_feature_bound, batch["labels"], batch["attention_mask"]
+    features, hidden = teacher_features(target, batch["input_ids"], mask, anchors)
+    return training_loss(head, target, features, hidden, labels, mask, stage_sizes=stage_sizes, fill=fill)
+
+
+def cached_loss(cache: FeatureCache, head: SpeculationHead, target: Target, batch: dict, stage_sizes, fill: int):
+    labels, mask = batch["labels"], batch["attention_mask"]
+    features, hidden, best = cache.load(np.arange(len(labels)), batch["input_ids"], mask)
+    shape = {"stage_sizes": stage_sizes, "fill": fill}
+    return training_loss(head, target, features, hidden, labels, mask, teacher_best=best, **shape)
 
 
 class Bench:
@@ -143,10 +148,18 @@ class Bench:
         self.tokens = int((labels[:, 1:] >= 0).sum())
         if self.tokens == 0:
             raise ValueError(f"--length {args.length}, --supervised {args.supervised}: no token is supervised")
+        self.losses = {"plain": plain_loss, "ours": our_loss}
+
+    def open_cache(self, folder: Path) -> None:
+        """Have the form "cached", too."""
+        rows = datasets.Dataset.from_dict({"input_ids": self.batch["input_ids"].tolist()})
+        lengths = np.full(len(rows), self.args.length)
+        cache = FeatureCache(folder, self.target, self.heads["16k"].config.aggr_feature_bound, rows, lengths)
+        self.losses["cached"] = partial(cached_loss, cache)
 
     def step(self, form: str, vocabulary: str) -> tuple[float, float]:
         """Seconds of one step (teacher, forward, backward), and its loss."""
-        head, loss = self.heads[vocabulary], plain_loss if form == "plain" else our_loss
+        head, loss = self.heads[vocabulary], self.losses[form]
         head.zero_grad(set_to_none=True)
         enabled = self.args.autocast != "none"
         begun = time.perf_counter()
@@ -194,7 +207,9 @@ def main(args: argparse.Namespace) -> None:
     kinds = [(form, vocabulary) for vocabulary in bench.heads for form in FORMS]
     seconds: dict[tuple[str, str], list[float]] = {kind: [] for kind in kinds}
     losses = {}
-    with tqdm(total=(args.steps + 1) * len(kinds) + len(FORMS), desc="train_throughput", unit="step") as bar:
+    bar = tqdm(total=(args.steps + 1) * len(kinds) + len(MEMORY_FORMS), desc="train_throughput", unit="step")
+    with bar, tempfile.TemporaryDirectory() as folder:
+        bench.open_cache(Path(folder))
         for step in range(args.steps + 1):
             for kind in kinds:
                 lasted, losses[kind] = bench.step(*kind)
@@ -202,7 +217,7 @@ def main(args: argparse.Namespace) -> None:
                     seconds[kind].append(lasted)
                 bar.update()
         memory = {}
-        for form in FORMS:
+        for form in MEMORY_FORMS:
             memory[form] = peak_memory(form)
             bar.update()
     report(args, bench, {kind: statistics.median(values) for kind, values in seconds.items()}, losses, memory)
@@ -220,7 +235,10 @@ def report(args: argparse.Namespace, bench: Bench, seconds: dict, losses: dict, 
     result = {
         "speedup_16k": round(rate["ours", "16k"] / rate["plain", "16k"], 3),
         "speedup_full": round(rate["ours", "full"] / rate["plain", "full"], 3),
+        "speedup_16k_cached": round(rate["cached", "16k"] / rate["plain", "16k"], 3),
+        "speedup_full_cached": round(rate["cached", "full"] / rate["plain", "full"], 3),
         "tokens_per_s_16k": round(rate["ours", "16k"], 1),
+        "tokens_per_s_16k_cached": round(rate["cached", "16k"], 1),
         "peak_memory_ratio": round(memory["ours"] / memory["plain"], 3),
         "autocast": args.autocast,
         "threads": args.threads,

@@ -103,9 +103,11 @@ def test_train_throughput_reports_what_it_measured(folder, capsys, monkeypatch):
     result = json.loads(out.splitlines()[-1])
     assert [line.split()[0] for line in out.splitlines()[:5]] == [CARD[0], "batch", *CARD[1:]]
     table = {(cells[0], cells[1]): cells[2:] for cells in rows(out)[2:]}
-    assert table.keys() == {(size, form) for size in ("16k", "full") for form in ("plain", "ours")}
+    assert table.keys() == {(size, form) for size in ("16k", "full") for form in ("plain", "ours", "cached")}
     for size in ("16k", "full"):
         assert table[size, "plain"][2] == table[size, "ours"][2]
+        # Its hidden states have gone through bfloat16.
+        assert float(table[size, "cached"][2]) == pytest.approx(float(table[size, "ours"][2]), rel=0.01)
     assert result["tokens_per_s_16k"] == pytest.approx(float(table["16k", "ours"][1]), abs=1)
     assert re.search(r"peak memory of a step, 16k: plain \d+ MB, ours \d+ MB", out)
 

@@ -188,7 +188,7 @@ class Workers:
                 busy.remove(connection)
                 try:
                     outcome = connection.recv()
-                except EOFError:
+                except (EOFError, OSError):
                     raise self._died(connection) from None
                 if isinstance(outcome, ValueError):
                     raise outcome
@@ -200,7 +200,7 @@ class Workers:
             return
         try:
             connection.send(waiting.popleft())
-        except BrokenPipeError:
+        except OSError:
             raise self._died(connection) from None
         busy.append(connection)
 
@@ -216,7 +216,7 @@ def serve(connection: Connection, options: TargetOptions, device: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     quiet_libraries()
     evaluator = None
-    with suppress(EOFError, BrokenPipeError):
+    with suppress(EOFError, OSError):
         while True:
             task = connection.recv()
             try:

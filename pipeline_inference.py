@@ -47,7 +47,6 @@ from pipeline_model import (
     SpeculationHead,
     Target,
     TreeMask,
-    depth_types,
     load_head,
     read_checkpoint,
 )
@@ -414,27 +413,28 @@ class SPDDrafter:
         self.head, self.target = head, target
         self.draft_token_ids = head.draft_token_ids
         self.use_deepest = head.config.trained_with_use_deepest if use_deepest is None else use_deepest
-        self._anchors = head.config.aggr_feature_bound
-        self._types = depth_types(self._anchors, stage_sizes)
+        self._anchors = head.config.anchors
+        self._types = head.depth_types(stage_sizes)
         self._num_stages = len(stage_sizes)
         self._cache: HeadCache | None = None
         self._features: Tensor | None = None  # [nodes, m, H] anchors of the live nodes
-        self._rows: Tensor | None = None  # [nodes, H] g_k of the live nodes ...
-        self._row_types: list[int | None] = []  # ... and its k; None: not computed for this node yet
+        self._rows: Tensor | None = None  # [D, nodes, H] `shown_rows` of the live nodes ...
+        self._row_types: list[int | None] = []  # ... and their type; None: not computed for this node yet
 
     def start(self, plan: CachePlan, features: Tensor, path: Sequence[Node]) -> None:
-        prompt_length, types, hidden = features.shape
+        prompt_length, anchors, hidden = features.shape
         # Rows of in-flight nodes follow the rows that stay; a chain has at most n + 1 of them, a tree `nodes`.
         self._cache = HeadCache(self.head, plan.slots + plan.nodes)
-        self._features = features.new_zeros(plan.nodes, types, hidden)
-        self._rows = features.new_zeros(plan.nodes, hidden)
+        self._features = features.new_zeros(plan.nodes, anchors, hidden)
+        depth = len(self.head.spec_layers) if self.head.fixed_rows else 1
+        self._rows = features.new_zeros(depth, plan.nodes, hidden)
         self._row_types = [None] * plan.nodes
         for node in path:
             self._features[node.id] = features[node.position]
         # Behind the first generated token, at distance 1, stands the last token of the prompt.
         staying = prompt_length if self.use_deepest else max(0, prompt_length - self._num_stages + 1)
         if staying:
-            rows = self.head.aggregate(types - 1, features[:staying])[None]
+            rows = self.head.shown_rows(self._types[-1], features[:staying])
             cos, sin = self.target.rope(staying)
             self.head.forward_rows(rows, (cos[:, :staying], sin[:, :staying]), self._cache)
             self._cache.length = staying
@@ -465,7 +465,7 @@ class SPDDrafter:
         positions = [node.position for node in nodes]
         cos, sin = self.target.rope(newest + 1)
         hidden = self.head.forward_rows(
-            self._rows[[node.id for node in nodes]][None],
+            self._rows[:, [node.id for node in nodes]],
             (cos[:, positions], sin[:, positions]),
             self._cache,
             self._tree_mask(nodes) if len(positions) > newest + 1 - positions[0] else None,
@@ -481,7 +481,7 @@ class SPDDrafter:
         return node.completed and distance > 0 if self.use_deepest else distance >= self._num_stages
 
     def _refresh(self, nodes: Sequence[Node], newest: int) -> None:
-        """Compute g_k for the nodes whose type has changed since the last cycle: each A_k runs once, on few rows."""
+        """Compute the rows of nodes whose type has changed since the last cycle, all of one type at once."""
         changed: dict[int, list[int]] = {}
         for node in nodes:
             kind = self._types[-1 if self._stays(node, newest) else newest - node.position]
@@ -489,7 +489,7 @@ class SPDDrafter:
                 self._row_types[node.id] = kind
                 changed.setdefault(kind, []).append(node.id)
         for kind, ids in changed.items():
-            self._rows[ids] = self.head.aggregate(kind, self._features[ids])
+            self._rows[:, ids] = self.head.shown_rows(kind, self._features[ids])
 
     def _tree_mask(self, nodes: Sequence[Node]) -> Tensor:
         """[R, length + R] bool: a row sees the cached ones, its ancestors and itself."""
@@ -925,7 +925,7 @@ class Demo:
             head = load_head(args.spec_head_ckpt, self.target)
             sizes = config.split(self.target.num_layers)
             self.pipeline = Decoder(
-                LocalExecutor(self.target, sizes, config.aggr_feature_bound),
+                LocalExecutor(self.target, sizes, config.anchors),
                 SPDDrafter(head, self.target, sizes, args.use_deepest),
                 draft_top_k=args.draft_top_k,
                 verify_lag=args.verify_lag,

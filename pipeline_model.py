@@ -106,6 +106,22 @@ def auto_anchors(stage_sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted(boundaries | {max(num_layers - 1, 0)}))
 
 
+def auto_shallow_layers(num_layers: int, num_stages: int) -> tuple[tuple[int, ...], ...]:
+    """Version 10's rule for the hidden states that g_n, ..., g_1 read (`shallow_hidden_layer_indices`), in that order.
+
+    With l = L // n: g_1 reads {0, l}, g_2 {0, l, 2l}, g_i {0, q, 2q, l*i} with q = l*i // 3, none above
+    min(L, n*l - 2).
+    """
+    size = num_layers // num_stages
+    highest = max(0, min(num_layers, num_stages * size - 2))
+    lists = []
+    for stage in range(num_stages, 0, -1):
+        third = size * stage // 3
+        layers = {0, size * stage} | ({third, 2 * third} if stage > 2 else {size})
+        lists.append(tuple(sorted({min(layer, highest) for layer in layers})))
+    return tuple(lists)
+
+
 def depth_types(anchors: Sequence[int], stage_sizes: Sequence[int]) -> tuple[int, ...]:
     """Type of each depth, for d = 0 .. n: `f(d) = max{k : b_k <= layers available at depth d}`."""
     return tuple(
@@ -165,6 +181,21 @@ def _anchor_list(value: Any) -> tuple[int, ...]:
     return anchors
 
 
+def parse_shallow_layers(value: str) -> tuple[tuple[int, ...], ...]:
+    """`shallow_hidden_layer_indices` from a text: "0,1,2;0,2" are the lists of g_2 and g_1."""
+    if not re.fullmatch(r"\s*\d+(\s*[;,]\s*\d+)*\s*", value):
+        raise ValueError(
+            f'shallow_hidden_layer_indices is {value!r}: write a list of layers a stage, g_n first, as in "0,1,2;0,2"'
+        )
+    return tuple(tuple(map(int, item.split(","))) for item in value.split(";"))
+
+
+def _shallow_lists(value: Any, num_stages: int) -> tuple[tuple[int, ...], ...]:
+    if not isinstance(value, (list, tuple)) or len(value) != num_stages:
+        raise ValueError(f"shallow_hidden_layer_indices is {value!r}: it must hold num_stages, {num_stages}, lists")
+    return tuple(_integers("an entry of shallow_hidden_layer_indices", item, 0) for item in value)
+
+
 def _draft_ids(value: Any, vocab_size: int, draft_vocab_size: int) -> tuple[int, ...] | None:
     if value is None:
         if draft_vocab_size != vocab_size:
@@ -194,7 +225,7 @@ def _trained_stages(value: Any, num_stages: int) -> tuple[int, ...] | None:
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """The `config` entry of a head checkpoint, parsed and checked (METHOD: versions 11 and 12).
+    """The `config` entry of a head checkpoint, parsed and checked (METHOD section 8: versions 10, 11 and 12).
 
     Build it with `HeadConfig.parse`; write it with `to_dict`. Each wrong value is a ValueError that names it.
     """
@@ -203,11 +234,12 @@ class HeadConfig:
     vocab_size: int  # V, of the target
     num_stages: int  # n; the largest one when the head was trained for several
     num_spec_layers: int  # L_s
-    aggr_feature_bound: tuple[int, ...]  # anchors b_0 = 0 < ... < b_{m-1}
+    aggr_feature_bound: tuple[int, ...] | None  # anchors b_0 = 0 < ... < b_{m-1}; None in version 10
     draft_vocab_size: int  # V_d, rows of the head's lm_head
     draft_token_ids: tuple[int, ...] | None = None  # target id of each draft id, ascending; None: V_d = V
     trained_with_use_deepest: bool = True  # completed tokens always show their deepest type
-    stage_layers: tuple[int, ...] | None = None  # layers per stage; None: even split (version 11)
+    shallow_hidden_layer_indices: tuple[tuple[int, ...], ...] | None = None  # version 10: b of g_n, ..., of g_1
+    stage_layers: tuple[int, ...] | None = None  # layers per stage; None: even split
     spec_intermediate_size_fallback: int = 9216  # MLP width where the target's config has none
     spec_init_from_base_layers: tuple[int, ...] | None = None  # target layers the speculation layers started from
     trained_num_stages: tuple[int, ...] | None = None  # every n it was trained for; None: num_stages alone
@@ -215,30 +247,45 @@ class HeadConfig:
     model_type: str | None = None  # of the target; None in the oldest checkpoints
 
     @property
-    def num_aggr_types(self) -> int:
-        return len(self.aggr_feature_bound)
+    def anchors(self) -> tuple[int, ...]:
+        """The b of every hidden state h_b that the head reads, rising from 0."""
+        if self.aggr_feature_bound is not None:
+            return self.aggr_feature_bound
+        return tuple(sorted({0}.union(*self.shallow_hidden_layer_indices)))
 
     @property
     def version(self) -> int:
+        if self.shallow_hidden_layer_indices is not None:
+            return 10
         return 11 if self.stage_layers is None else 12
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any]) -> HeadConfig:
         """Check a checkpoint's `config` mapping. Keys this version does not know are ignored."""
         version = raw.get("version")
-        if version not in (11, 12):
-            raise ValueError(f"checkpoint version is {version!r}: this program reads versions 11 and 12")
-        required = ("hidden_size", "vocab_size", "num_stages", "num_spec_layers", "aggr_feature_bound")
+        if version not in (10, 11, 12):
+            raise ValueError(f"checkpoint version is {version!r}: this program reads versions 10, 11 and 12")
+        read_layers = "shallow_hidden_layer_indices" if version == 10 else "aggr_feature_bound"
+        required = ("hidden_size", "vocab_size", "num_stages", "num_spec_layers", read_layers)
         missing = [key for key in required if key not in raw]
         if missing:
             raise ValueError(f"the checkpoint's config lacks {', '.join(missing)}")
 
         vocab_size = _integer("vocab_size", raw["vocab_size"], 1)
         draft_vocab_size = _integer("draft_vocab_size", raw.get("draft_vocab_size", vocab_size), 1, vocab_size)
-        anchors = _anchor_list(raw["aggr_feature_bound"])
-        if raw.get("num_aggr_types", len(anchors)) != len(anchors):
-            raise ValueError(f"num_aggr_types is {raw['num_aggr_types']}, but aggr_feature_bound lists {len(anchors)}")
+        num_stages = _integer("num_stages", raw["num_stages"], 1)
         stage_layers = parse_stage_layers(raw.get("stage_layers"))
+        anchors = shallow_layers = None
+        if version == 10:
+            shallow_layers = _shallow_lists(raw["shallow_hidden_layer_indices"], num_stages)
+            for name in ("stage_layers", "trained_num_stages"):
+                if raw.get(name):
+                    raise ValueError(f"{name} is {raw[name]!r}, but version 10 has one even split: use version 11")
+        else:
+            anchors = _anchor_list(raw["aggr_feature_bound"])
+            if raw.get("num_aggr_types", len(anchors)) != len(anchors):
+                listed = f"aggr_feature_bound lists {len(anchors)}"
+                raise ValueError(f"num_aggr_types is {raw['num_aggr_types']}, but {listed}")
         if version == 12 and stage_layers is None:
             raise ValueError("checkpoint version is 12, but stage_layers is missing")
         base_layers = raw.get("spec_init_from_base_layers")
@@ -247,29 +294,29 @@ class HeadConfig:
         return cls(
             hidden_size=_integer("hidden_size", raw["hidden_size"], 1),
             vocab_size=vocab_size,
-            num_stages=_integer("num_stages", raw["num_stages"], 1),
+            num_stages=num_stages,
             num_spec_layers=_integer("num_spec_layers", raw["num_spec_layers"], 1),
             aggr_feature_bound=anchors,
             draft_vocab_size=draft_vocab_size,
             draft_token_ids=_draft_ids(raw.get("draft_token_ids"), vocab_size, draft_vocab_size),
             trained_with_use_deepest=bool(raw.get("trained_with_use_deepest", False)),
+            shallow_hidden_layer_indices=shallow_layers,
             stage_layers=stage_layers,
             spec_intermediate_size_fallback=_integer(
                 "spec_intermediate_size_fallback", raw.get("spec_intermediate_size_fallback", 9216), 1
             ),
             spec_init_from_base_layers=base_layers,
-            trained_num_stages=_trained_stages(raw.get("trained_num_stages"), raw["num_stages"]),
+            trained_num_stages=_trained_stages(raw.get("trained_num_stages"), num_stages),
             base_model_path=str(raw.get("base_model_path", "")),
             model_type=raw.get("model_type"),
         )
 
     def to_dict(self) -> dict[str, Any]:
         """The mapping a checkpoint stores: plain numbers, strings and lists; optional entries only where used."""
-        optional = ("model_type", "spec_init_from_base_layers", "draft_token_ids", "stage_layers", "trained_num_stages")
-        raw = {field.name: getattr(self, field.name) for field in fields(self)}
-        raw = {key: value for key, value in raw.items() if value is not None or key not in optional}
-        raw = {key: list(value) if isinstance(value, tuple) else value for key, value in raw.items()}
-        return {"version": self.version, "num_aggr_types": self.num_aggr_types} | raw
+        raw = {"version": self.version} | {field.name: getattr(self, field.name) for field in fields(self)}
+        if self.aggr_feature_bound is not None:
+            raw["num_aggr_types"] = len(self.aggr_feature_bound)
+        return {key: _listed_out(value) for key, value in raw.items() if value is not None}
 
     def split(self, num_layers: int, num_stages: int | None = None) -> tuple[int, ...]:
         """Stage sizes on a target of `num_layers` layers; `num_stages` picks one of several the head was trained for.
@@ -292,12 +339,22 @@ class HeadConfig:
                     f"the head was made for a target with {name} {ours} (base_model_path {self.base_model_path!r}), "
                     f"but this target has {name} {theirs}: give the target the head was trained on"
                 )
-        self.split(target_config.num_hidden_layers)
-        if self.aggr_feature_bound[-1] > target_config.num_hidden_layers:
-            raise ValueError(
-                f"aggr_feature_bound ends at layer {self.aggr_feature_bound[-1]}, but the target has "
-                f"{target_config.num_hidden_layers} layers"
-            )
+        num_layers = target_config.num_hidden_layers
+        available = layers_available(self.split(num_layers))
+        if self.aggr_feature_bound is not None and self.aggr_feature_bound[-1] > num_layers:
+            last = self.aggr_feature_bound[-1]
+            raise ValueError(f"aggr_feature_bound ends at layer {last}, but the target has {num_layers} layers")
+        for stage, layers in enumerate(reversed(self.shallow_hidden_layer_indices or ()), start=1):
+            if max(layers) > available[stage]:
+                raise ValueError(
+                    f"shallow_hidden_layer_indices: g_{stage} reads layer {max(layers)}, but the first {stage} of "
+                    f"{self.num_stages} stages end at layer {available[stage]}"
+                )
+
+
+def _listed_out(value: Any) -> Any:
+    """Tuples, and those within them, as lists; anything else as it is."""
+    return [_listed_out(item) for item in value] if isinstance(value, tuple) else value
 
 
 def _family(value: Any) -> Any:
@@ -899,18 +956,25 @@ class HeadCache:
 
 
 class SpeculationHead(nn.Module):
-    """Projections A_k, L_s decoder layers, lm_head. The final norm and the rotary table are the target's."""
+    """Projections A_k, L_s decoder layers, lm_head. The final norm and the rotary table are the target's.
+
+    This is version 11, and 12, where the layers move every row; `FixedRowHead` is version 10. What the two do not share
+    is here: the projections, the type of a depth, the rows that a type shows, and whether they move.
+    """
+
+    fixed_rows = False  # True: rows of other types than 0 are never queries, and each layer has its own for them
 
     def __init__(self, config: HeadConfig, target_config: PreTrainedConfig):
         super().__init__()
         config.check_target(target_config)
         self.config = config
-        hidden = config.hidden_size
-        self.aggr_projs = nn.ModuleList(
-            nn.Linear((k + 1) * hidden, hidden, bias=False) for k in range(config.num_aggr_types)
-        )
+        self._add_projections()
         self.spec_layers = new_spec_layers(config, target_config)
-        self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
+        self.lm_head = _projection(config.hidden_size, config.draft_vocab_size)
+
+    def _add_projections(self) -> None:
+        hidden, types = self.config.hidden_size, len(self.config.aggr_feature_bound)
+        self.aggr_projs = nn.ModuleList(_projection((k + 1) * hidden, hidden) for k in range(types))
 
     @cached_property
     def draft_token_ids(self) -> Tensor | None:
@@ -918,42 +982,125 @@ class SpeculationHead(nn.Module):
         ids = self.config.draft_token_ids
         return None if ids is None else torch.tensor(ids, device=self.lm_head.weight.device)
 
+    def depth_types(self, stage_sizes: Sequence[int]) -> tuple[int, ...]:
+        """The type of row that a token at depth d shows, for d = 0 .. n."""
+        return depth_types(self.config.aggr_feature_bound, stage_sizes)
+
+    def staircase_plan(
+        self, stage_sizes: Sequence[int], fill: int | None, *, exact_fill: bool = False
+    ) -> dict[int, tuple[int, ...]]:
+        """What the training forward computes, as `staircase_plan` returns it, type 0 first."""
+        return staircase_plan(self.config.aggr_feature_bound, stage_sizes, fill, exact_fill=exact_fill)
+
+    def projections(self, kind: int) -> list[nn.Linear]:
+        """The modules that rows of this type alone go through."""
+        return [self.aggr_projs[kind]]
+
     def aggregate(self, kind: int, features: Tensor) -> Tensor:
         """g_k = A_k [h_{b_0}; ...; h_{b_k}]: features [..., m, H] -> [..., H]."""
         return self.aggr_projs[kind](features[..., : kind + 1, :].flatten(-2))
 
+    def shown_rows(self, kind: int, features: Tensor) -> Tensor:
+        """What tokens of a type put into the layers: [..., m, H] -> [D, ..., H].
+
+        D = 1 where the layers move the rows; with `fixed_rows` D = L_s, a row for each layer.
+        """
+        return self.aggregate(kind, features)[None]
+
     def forward_rows(
         self,
-        rows: Tensor,
+        shown: Tensor,
         rope: tuple[Tensor, Tensor],
         cache: HeadCache,
         mask: Tensor | None = None,
         outputs: int = 0,
     ) -> Tensor:
-        """Run R rows [1, R, H] behind the cached ones; return the last `outputs`, [outputs, H], before the final norm.
+        """Run R rows behind the cached ones; return the last `outputs`, [outputs, H], before the final norm.
 
-        rope: cosines and sines of the rows' positions, [1, R, D_rot]. mask [R, length + R] bool; None is causal. The
-        rows' keys and values stay in the cache until the next call, which starts at `cache.length`.
+        shown [D, R, H] as `shown_rows`; of `fixed_rows`, the last `outputs` are those of type 0. rope: cosines and
+        sines of the rows' positions, [1, R, D_rot]. mask [R, length + R] bool; None is causal. The rows' keys and
+        values stay in the cache until the next call, which starts at `cache.length`.
         """
-        count = rows.shape[1]
-        causal = mask is None
-        if causal and count > 1:
-            mask = causal_mask(count, cache.length, rows.device)
+        count, rows, causal = shown.shape[1], shown[:1], mask is None
         for index, layer in enumerate(self.spec_layers):
+            if self.fixed_rows and index > 0:
+                rows = torch.cat([shown[index : index + 1, : count - outputs], rows], dim=1)
             normed = layer.input_layernorm(rows)
             keys, values = cache.write(index, *layer.keys_values(normed, rope))
-            # The last layer's other rows are only ever keys and values.
-            asked = outputs if index == len(self.spec_layers) - 1 else count
+            # The last layer's other rows are only ever keys and values, as fixed ones are everywhere.
+            asked = outputs if self.fixed_rows or index == len(self.spec_layers) - 1 else count
+            asking = slice(count - asked, count)
+            rows = rows[:, asking]
             if asked == 0:
-                return rows.new_empty(0, rows.shape[-1])
-            if asked < count:
-                rows, normed = rows[:, -asked:], normed[:, -asked:]
-                rope = rope[0][:, -asked:], rope[1][:, -asked:]
-                mask = None if causal and asked == 1 else mask[-asked:]
-            query, gate = layer.queries(normed, rope)
-            attended = grouped_attention(query, keys, values, mask, layer.self_attn.scaling)
+                continue
+            query, gate = layer.queries(normed[:, asking], (rope[0][:, asking], rope[1][:, asking]))
+            if causal and mask is None and asked > 1:
+                mask = causal_mask(count, cache.length, rows.device)
+            visible = None if causal and asked == 1 else mask[asking]
+            attended = grouped_attention(query, keys, values, visible, layer.self_attn.scaling)
             rows = layer.finish(rows, attended, gate)
         return rows[0]
+
+
+class FixedRowHead(SpeculationHead):
+    """Version 10 (METHOD section 8): a type a depth, and only g_0 moves through the layers.
+
+    g_i, i = 1 .. n, is a projection of the hidden states that `shallow_hidden_layer_indices` lists for it; in layer l
+    its row is P_{l,i} g_i, a key and a value and never a query. g_0 = g0_proj(h_0) is the query, and at distance 0 its
+    own key. In the module lists the projections of g_n come first.
+    """
+
+    fixed_rows = True
+
+    def _add_projections(self) -> None:
+        hidden, lists = self.config.hidden_size, self.config.shallow_hidden_layer_indices
+        self._sources = [[self.config.anchors.index(b) for b in layers] for layers in lists]  # places in the features
+        self.stage_projs = nn.ModuleList(_projection(len(layers) * hidden, hidden) for layers in lists)
+        self.g0_proj = _projection(hidden, hidden)
+        self.fixed_stage_per_layer_projs = nn.ModuleList(
+            nn.ModuleList(_projection(hidden, hidden) for _ in lists) for _ in range(self.config.num_spec_layers)
+        )
+
+    def depth_types(self, stage_sizes: Sequence[int]) -> tuple[int, ...]:
+        return tuple(range(len(stage_sizes) + 1))
+
+    def staircase_plan(
+        self, stage_sizes: Sequence[int], fill: int | None, *, exact_fill: bool = False
+    ) -> dict[int, tuple[int, ...]]:
+        """Type 0 and those it sees. The only queries are newest tokens: both ways to count a fill are the same."""
+        deepest = len(stage_sizes)
+        fill = deepest if fill is None else _integer("fill", fill, 1, deepest)
+        seen = key_types(0, self.depth_types(stage_sizes), fill)
+        return {0: seen} | dict.fromkeys((*seen[1:], deepest), ())
+
+    def projections(self, kind: int) -> list[nn.Linear]:
+        if kind == 0:
+            return [self.g0_proj]
+        place = -kind
+        return [self.stage_projs[place], *(layer[place] for layer in self.fixed_stage_per_layer_projs)]
+
+    def aggregate(self, kind: int, features: Tensor) -> Tensor:
+        """g_i: features [..., m, H] -> [..., H]."""
+        if kind == 0:
+            return self.g0_proj(features[..., 0, :])
+        place = -kind
+        return self.stage_projs[place](features[..., self._sources[place], :].flatten(-2))
+
+    def shown_rows(self, kind: int, features: Tensor) -> Tensor:
+        """P_{l,i} g_i for every layer l, [L_s, ..., H]; g_0 is itself, and only layer 0 takes it from here."""
+        row = self.aggregate(kind, features)
+        if kind == 0:
+            return row.expand(len(self.spec_layers), *row.shape)
+        return torch.stack([layer[-kind](row) for layer in self.fixed_stage_per_layer_projs])
+
+
+def _projection(inputs: int, outputs: int) -> nn.Linear:
+    return nn.Linear(inputs, outputs, bias=False)
+
+
+def build_head(config: HeadConfig, target_config: PreTrainedConfig) -> SpeculationHead:
+    """An untrained head of the configuration's version. ValueError when it does not fit the target."""
+    return (FixedRowHead if config.version == 10 else SpeculationHead)(config, target_config)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1088,16 +1235,19 @@ def draft_rows(
 ) -> Tensor:
     """The head's g_0 output before the final norm at the selected (batch, position) pairs: [P, H].
 
-    features [B, S, m, H]; rope [1, S, D_rot]; plan as `staircase_plan`; attention, one of `STAIRCASE_ATTENTION`.
+    features [B, S, m, H]; rope [1, S, D_rot]; plan as `head.staircase_plan`; attention, one of `STAIRCASE_ATTENTION`.
     """
     attend = STAIRCASE_ATTENTION[attention]
     batch, kinds = len(features), list(plan)
-    rows = torch.cat([head.aggregate(kind, features) for kind in kinds])  # [kinds * B, S, H]
-    for layer in head.spec_layers:
-        last = layer is head.spec_layers[-1]
+    shown = torch.cat([head.shown_rows(kind, features) for kind in kinds], dim=1)  # [D, kinds * B, S, H]
+    rows = shown[0]
+    for index, layer in enumerate(head.spec_layers):
+        last = index == len(head.spec_layers) - 1
+        if head.fixed_rows and index > 0:
+            rows = torch.cat([rows, shown[index, batch:]])
         normed = layer.input_layernorm(rows)
         keys, values = (dict(zip(kinds, x.split(batch), strict=True)) for x in layer.keys_values(normed, rope))
-        if last:  # kinds[0] is type 0
+        if last or head.fixed_rows:  # kinds[0] is type 0
             rows, normed = rows[:batch], normed[:batch]
         query, gate = layer.queries(normed, rope)
         attended = torch.cat(
@@ -1207,7 +1357,7 @@ def training_loss(
     """
     supervised = (labels[:, 1:] >= 0) & attention_mask[:, 1:].bool()
     selected = supervised.nonzero(as_tuple=True)
-    plan = staircase_plan(head.config.aggr_feature_bound, stage_sizes, fill, exact_fill=exact_fill)
+    plan = head.staircase_plan(stage_sizes, fill, exact_fill=exact_fill)
     cos, sin = target.rope(features.shape[1])
     rope = cos[:, : features.shape[1]].to(features.device), sin[:, : features.shape[1]].to(features.device)
     draft = target.norm(draft_rows(head, features, rope, plan, selected, attention))
@@ -1246,7 +1396,7 @@ def new_head(
         check_base_layers(base_layers, config.num_spec_layers, target.config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        head = SpeculationHead(config, target.config)
+        head = build_head(config, target.config)
     rows = target.lm_head.weight.detach().float().cpu()
     with torch.no_grad():
         head.lm_head.weight.copy_(rows if config.draft_token_ids is None else rows[list(config.draft_token_ids)])
@@ -1307,7 +1457,7 @@ def read_head(path: str | Path, target_config: PreTrainedConfig) -> SpeculationH
     config, state = read_checkpoint(path)
     try:
         with torch.device("meta"):
-            head = SpeculationHead(config, target_config)
+            head = build_head(config, target_config)
         check_weights(head.state_dict(), state)
     except ValueError as error:
         raise ValueError(f"{str(path)!r}: {error}") from None

@@ -228,7 +228,7 @@ def test_draft_ids_are_read_from_a_tensor():
 
 
 WRONG = [
-    *[("version", version, repr(version)) for version in (9, 10, 13, "11", None)],
+    *[("version", version, repr(version)) for version in (9, 13, "10", "11", None)],
     ("hidden_size", 0, "hidden_size is 0"),
     ("hidden_size", 32.0, "hidden_size is 32.0"),
     ("vocab_size", -1, "vocab_size is -1"),
@@ -442,7 +442,7 @@ def test_checkpoints_of_a_wrong_shape_are_refused(saved, tmp_path, change):
 def test_wrong_config_names_the_file(saved, tmp_path):
     """Guards against an error that leaves open which of several checkpoints is wrong."""
     target, payload = saved
-    for change, complaint in [({"version": 10}, "bad.pt': .*version is 10"), ({"hidden_size": 64}, "bad.pt': .*64")]:
+    for change, complaint in [({"version": 9}, "bad.pt': .*version is 9"), ({"hidden_size": 64}, "bad.pt': .*64")]:
         torch.save(payload | {"config": payload["config"] | change}, tmp_path / "bad.pt")
         with pytest.raises(ValueError, match=complaint):
             load_head(tmp_path / "bad.pt", target)
@@ -730,7 +730,7 @@ def test_rope_table_grows_without_changing():
 def test_aggregation_reads_the_first_anchors():
     """Guards against g_k that reads other anchors than b_0 .. b_k, or in another order."""
     head = tiny_head(tiny_target("llama"), (1, 1, 1, 1))
-    features = torch.randn(2, head.config.num_aggr_types, 32, generator=torch.Generator().manual_seed(6))
+    features = torch.randn(2, len(head.config.anchors), 32, generator=torch.Generator().manual_seed(6))
     for kind, projection in enumerate(head.aggr_projs):
         weight = projection.weight.view(32, kind + 1, 32)
         expected = sum(features[:, k] @ weight[:, k].T for k in range(kind + 1))

@@ -18,7 +18,7 @@ from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5Moe
 from transformers.models.qwen3_moe import Qwen3MoeConfig
 
 from pipeline_inference import Decoder, LocalExecutor, SPDDrafter, TokenTree
-from pipeline_model import HeadConfig, SpeculationHead, Target, auto_anchors, split_layers
+from pipeline_model import HeadConfig, SpeculationHead, Target, auto_anchors, build_head, split_layers
 
 VOCAB = 61
 SHARED = {
@@ -108,7 +108,10 @@ def layer_outputs(model: PreTrainedModel, tokens: Sequence[int]) -> list[Tensor]
 def tiny_head(
     target: Target, stage_sizes: Sequence[int], *, draft_vocab: int | None = None, **fields
 ) -> SpeculationHead:
-    """A random head for a split; `draft_vocab` limits it to that many token ids, spread over the vocabulary."""
+    """A random head for a split; `draft_vocab` limits it to that many token ids, spread over the vocabulary.
+
+    With `shallow_hidden_layer_indices` it is one of version 10.
+    """
     vocab = target.config.vocab_size
     ids = None if draft_vocab is None else tuple(range(vocab % 3, vocab, max(1, vocab // draft_vocab)))[:draft_vocab]
     even = tuple(stage_sizes) == split_layers(target.num_layers, len(stage_sizes))
@@ -117,7 +120,9 @@ def tiny_head(
         vocab_size=vocab,
         num_stages=len(stage_sizes),
         num_spec_layers=fields.pop("num_spec_layers", 2),
-        aggr_feature_bound=fields.pop("aggr_feature_bound", auto_anchors(stage_sizes)),
+        aggr_feature_bound=fields.pop(
+            "aggr_feature_bound", None if "shallow_hidden_layer_indices" in fields else auto_anchors(stage_sizes)
+        ),
         draft_vocab_size=vocab if ids is None else len(ids),
         draft_token_ids=ids,
         stage_layers=None if even else tuple(stage_sizes),
@@ -125,12 +130,12 @@ def tiny_head(
         **fields,
     )
     torch.manual_seed(1)
-    return SpeculationHead(config, target.config).eval().requires_grad_(False)
+    return build_head(config, target.config).eval().requires_grad_(False)
 
 
 def spd_decoder(target: Target, head: SpeculationHead, *, use_deepest: bool | None = None, **settings) -> Decoder:
     sizes = head.config.split(target.num_layers)
-    executor = LocalExecutor(target, sizes, head.config.aggr_feature_bound)
+    executor = LocalExecutor(target, sizes, head.config.anchors)
     return Decoder(executor, SPDDrafter(head, target, sizes, use_deepest), **settings)
 
 

@@ -330,13 +330,6 @@ def interval(resampled: np.ndarray) -> list[float] | None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def method_label(settings: Mapping[str, Any]) -> str:
-    """What a reader has to know of a run to tell it from the others in the table."""
-    stages = settings["stage_sizes"]
-    split = f"n = {len(stages)}" if len(set(stages)) == 1 else f"n = {len(stages)} ({';'.join(map(str, stages))})"
-    return f"SPD {settings['head']}, {split}, W = {settings['draft_top_k']}, T = {settings['temperature']:g}"
-
-
 def results_line(summary: Mapping[str, Any]) -> str:
     """The main figures of a run in one line, pooled."""
     part = summary["overall"]
@@ -351,7 +344,7 @@ def results_line(summary: Mapping[str, Any]) -> str:
         figures.append(f"ideal {_times(part['ideal_speedup_vs_baseline_pooled'])}")
     if part["compared_with_baseline"]:
         figures.append(f"{part['equal_to_baseline']}/{part['compared_with_baseline']} equal to the baseline")
-    return f"{method_label(summary['settings'])}: {', '.join(figures)}"
+    return f"{summary['settings']['label']}: {', '.join(figures)}"
 
 
 def data_set_order(names: Iterable[str]) -> list[str]:
@@ -363,11 +356,10 @@ def data_set_order(names: Iterable[str]) -> list[str]:
 def markdown(summaries: Sequence[Mapping[str, Any]]) -> str:
     """All summaries as Markdown: one pair of tables for each target and its settings."""
     text = [
-        "Cells are theory / wall-clock, both pooled. Theory is the speed-up by counted cycles, with a device a stage "
-        "and one for the head. Wall-clock is measured against the target alone, all stages and the head one after the "
-        "other on one device."
+        "Cells are theory / wall-clock, both speed-ups over the target alone, pooled. Theory counts cycles and takes "
+        "a device a stage and one for the head. Wall-clock is measured; the headings say where the stages ran."
     ]
-    ordered = sorted(summaries, key=lambda summary: (_heading(summary), method_label(summary["settings"])))
+    ordered = sorted(summaries, key=lambda summary: (_heading(summary), summary["settings"]["label"]))
     for heading, group in groupby(ordered, key=_heading):
         group = list(group)
         names = data_set_order(name for summary in group for name in summary["datasets"])
@@ -380,7 +372,7 @@ def _heading(summary: Mapping[str, Any]) -> str:
     sampling = f"top-k {settings['top_k']}, top-p {settings['top_p']:g}, seed {settings['seed']}"
     return (
         f"{settings['target']}, {settings['dtype']}, {settings['device']}, "
-        f"at most {settings['max_new_tokens']} new tokens, {sampling}"
+        f"{settings['placement']}, at most {settings['max_new_tokens']} new tokens, {sampling}"
     )
 
 
@@ -388,7 +380,7 @@ def _speedup_table(summaries: Sequence[Mapping[str, Any]], names: Sequence[str])
     lines = []
     for summary in summaries:
         parts = [summary["overall"], *(summary["datasets"].get(name) for name in names)]
-        lines.append([method_label(summary["settings"]), *map(_speedup_cell, parts)])
+        lines.append([summary["settings"]["label"], *map(_speedup_cell, parts)])
     return _table(["method", "overall", *(name.replace("_", " ") for name in names)], lines)
 
 
@@ -399,7 +391,18 @@ def _speedup_cell(part: Mapping[str, Any] | None) -> str:
 
 
 def _detail_table(summaries: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
-    heads = ["method", "data set", "prompts", "new tokens", "alpha", "L_acc", "tokens/s", "ideal", "equal ids"]
+    heads = [
+        "method",
+        "devices",
+        "data set",
+        "prompts",
+        "new tokens",
+        "alpha",
+        "L_acc",
+        "tokens/s",
+        "ideal",
+        "equal ids",
+    ]
     lines = []
     for summary in summaries:
         parts = {"overall": summary["overall"], **summary["datasets"]}
@@ -410,7 +413,8 @@ def _detail_table(summaries: Sequence[Mapping[str, Any]], names: Sequence[str]) 
             compared = part["compared_with_baseline"]
             lines.append(
                 [
-                    method_label(summary["settings"]),
+                    summary["settings"]["label"],
+                    str(summary["devices_in_theory"]),
                     name,
                     str(part["samples"]),
                     str(part["totals"]["new_tokens"]),

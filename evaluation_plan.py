@@ -36,6 +36,8 @@ from pipeline_inference import Sampling, check_attention, check_limits, load_tok
 from pipeline_model import load_target_config, read_head
 from script_utils import resolve_dtype
 
+PLACEMENT = "all stages on one device"  # what the wall-clock times of this evaluation mean
+
 
 @dataclass(frozen=True)
 class PlannedRun:
@@ -187,6 +189,8 @@ class Planner:
         )
         baseline_settings = dict(shared) | {"temperature": temperature}
         settings = baseline_settings | {
+            "label": f"SPD {self.labels[path]}, {split_name(run.stage_sizes)}, W = {width}, T = {temperature:g}",
+            "placement": PLACEMENT,
             "head": self.labels[path],
             "head_sha256": file_sha256(checkpoint_file(path)),
             "stage_sizes": run.stage_sizes,
@@ -207,6 +211,12 @@ class Planner:
             baseline_settings=baseline_settings,
             baseline_rows=baseline_cache(baseline_folder(args), baseline_settings),
         )
+
+
+def split_name(stage_sizes: Sequence[int]) -> str:
+    """How a reader is told of a split: its number of stages, and their layers where these differ."""
+    sizes = "" if len(set(stage_sizes)) == 1 else f" ({';'.join(map(str, stage_sizes))})"
+    return f"n = {len(stage_sizes)}{sizes}"
 
 
 def baseline_folder(args: argparse.Namespace) -> Path:

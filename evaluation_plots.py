@@ -10,13 +10,13 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from evaluation_metrics import data_set_order, method_label
+from evaluation_metrics import data_set_order
 from script_utils import atomic_open
 
 SPEEDUPS = {  # metric -> legend and colour
     "theoretical_speedup": ("theory (counted cycles)", "tab:blue"),
     "ideal_speedup_vs_baseline": ("ideal (measured timers, a device a stage)", "tab:cyan"),
-    "speedup_vs_baseline": ("wall-clock (measured, all on one device)", "tab:orange"),
+    "speedup_vs_baseline": ("wall-clock (measured)", "tab:orange"),
 }
 
 
@@ -25,8 +25,8 @@ def plot_summary(summary: Mapping[str, Any], path: Path) -> None:
     figure = Figure(figsize=(12, 8), layout="constrained")  # without pyplot there is no display to need
     settings = summary["settings"]
     figure.suptitle(
-        f"{method_label(settings)}\n{settings['target']}, {settings['dtype']}, {settings['device']}, "
-        f"{summary['samples']} prompts, at most {settings['max_new_tokens']} new tokens",
+        f"{settings['label']}\n{settings['target']}, {settings['dtype']}, {settings['device']}, "
+        f"{settings['placement']}, {summary['samples']} prompts, at most {settings['max_new_tokens']} new tokens",
         fontsize=11,
     )
     axes = figure.subplots(2, 2)
@@ -97,7 +97,7 @@ def plot_cycle_times(axis: Axes, part: Mapping[str, Any]) -> None:
     colours = ["tab:red", *["tab:gray"] * len(part["stage_sec"]), "tab:olive"]
     axis.bar(range(len(seconds)), [value / cycles * 1e3 for value in seconds.values()], color=colours)
     for name, label, style in (
-        ("decode_wall_sec", "measured, all on one device", "-"),
+        ("decode_wall_sec", "measured", "-"),
         ("ideal_decode_wall_sec", "ideal, a device a stage", "--"),
     ):
         value = totals[name] / cycles * 1e3

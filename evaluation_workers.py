@@ -81,7 +81,7 @@ def build_decoder(target: Target, run: Run) -> Decoder:
     if run.spec_head_ckpt is not None:
         head = load_head(run.spec_head_ckpt, target)
         drafter = SPDDrafter(head, target, run.stage_sizes, run.use_deepest)
-        anchors = head.config.aggr_feature_bound
+        anchors = head.config.anchors
     return Decoder(
         LocalExecutor(target, run.stage_sizes, anchors),
         drafter,
@@ -98,6 +98,8 @@ class Evaluator:
     def __init__(self, options: TargetOptions, device: str):
         """ValueError when there is no such target."""
         torch.set_num_threads(options.threads)
+        if torch.device(device).type == "cuda":
+            torch.cuda.set_device(device)  # some kernels run on the current device only
         self.target = Target.load(
             options.path,
             dtype=options.dtype,

@@ -20,7 +20,7 @@ import evaluation_plan
 import pipeline_inference
 from eval import build_parser, main
 from evaluation_metrics import METRICS, spd_costs, summarise
-from evaluation_plan import Planner, parse_devices
+from evaluation_plan import Planner, parse_devices, split_name
 from evaluation_workers import Evaluator, sample_seed
 from pipeline_inference import Decoder, Sampling, Verdict
 from pipeline_model import CHECKPOINT_NAME, Target, load_head, save_head
@@ -121,8 +121,8 @@ def decoded(monkeypatch):
 
 def test_files_rows_and_summary_of_a_run(files, tmp_path, capsys):
     """Guards against rows that are not what the decoder did, and a summary that is not the rows'."""
-    assert evaluate(files, tmp_path) == 0
-    name = "pipeline_eval__head__target__n2_W1_T0"
+    assert evaluate(files, tmp_path, "--draft_top_k", "6") == 0  # wide: some drafts of a random head are right
+    name = "pipeline_eval__head__target__n2_W6_T0"
     assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob("[rs]*/*")) == [
         f"raw/{name}__per_sample.jsonl",
         f"raw/{name}__run.json",
@@ -131,7 +131,7 @@ def test_files_rows_and_summary_of_a_run(files, tmp_path, capsys):
         "summary/pipeline_eval__table.md",
     ]
     target = Target.load(str(files / "target"))
-    decoder = spd_decoder(target, load_head(files / "head", target))
+    decoder = spd_decoder(target, load_head(files / "head", target), draft_top_k=6)
     rows = rows_of(tmp_path)
     assert len(rows) == 5
     for (dataset, question_id), row in rows.items():
@@ -147,6 +147,7 @@ def test_files_rows_and_summary_of_a_run(files, tmp_path, capsys):
         assert row["wall_time_sec"] == row["prefill_sec"] + row["decode_wall_sec"]
         assert 0 < row["ideal_decode_wall_sec"] < row["decode_wall_sec"]
 
+    assert sum(row["n_accepted"] for row in rows.values()) > 0
     summary = summary_of(tmp_path)
     assert summary == json.loads(
         json.dumps(summarise(rows.values(), summary["settings"], spd_costs((2, 2), 2), num_devices=3))
@@ -161,7 +162,7 @@ def test_files_rows_and_summary_of_a_run(files, tmp_path, capsys):
 
     captured = capsys.readouterr()
     assert captured.out.startswith(
-        "data sets: first, second\n[run 1/1] SPD head, n = 2, W = 1, T = 0: 5 prompts, alpha "
+        "data sets: first, second\n[run 1/1] SPD head, n = 2, W = 6, T = 0: 5 prompts, alpha "
     )
     assert "5/5 equal to the baseline" in captured.out
     assert f"{tmp_path}/summary/pipeline_eval__table.md" in captured.out
@@ -654,6 +655,12 @@ def test_devices(monkeypatch):
     ]:
         with pytest.raises(ValueError, match=re.escape(complaint)):
             parse_devices(names)
+
+
+def test_uneven_splits_are_named():
+    """Guards against two splits that look the same in the table."""
+    assert split_name((5, 5)) == "n = 2"
+    assert split_name((1, 2, 1)) == "n = 3 (1;2;1)"
 
 
 def test_heads_with_the_same_file_name_are_told_apart():

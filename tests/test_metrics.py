@@ -38,9 +38,8 @@ SETTINGS = {
     "top_p": 1.0,
     "seed": 0,
     "temperature": 0.0,
-    "head": "head",
-    "stage_sizes": [5, 5, 5, 5],
-    "draft_top_k": 1,
+    "label": "SPD head, n = 4, W = 1, T = 0",
+    "placement": "all stages on one device",
 }
 COSTS = spd_costs((5, 5, 5, 5), 10)  # a head of two stages' depth: a cycle is half a target step
 
@@ -344,14 +343,17 @@ def test_table_has_the_papers_layout():
     names = {"a": "humaneval", "b": "mt_bench"}
     rows = [row | {"dataset": names[row["dataset"]]} for row in rows]
     summary = summarise(rows, SETTINGS, COSTS, 5)
-    bare = summarise(rows[:2], SETTINGS | {"draft_top_k": 4, "temperature": 0.7}, COSTS, 5)
+    bare = summarise(rows[:2], SETTINGS | {"label": "SPD head, n = 4, W = 4, T = 0.7"}, COSTS, 5)
     for part in (bare["overall"], *bare["datasets"].values()):
         part["speedup_vs_baseline_pooled"] = None
-    other = summarise(rows, SETTINGS | {"target": "another", "stage_sizes": [6, 5, 5, 4]}, COSTS, 5)
+    other = summarise(rows, SETTINGS | {"target": "another", "placement": "a rank a stage"}, COSTS, 6)
     text = markdown([summary, other, bare])
     first, second = text.split("\n## ")[1:]
-    assert first.startswith("another, float32, a CPU, at most 12 new tokens, top-k 0, top-p 1, seed 0\n")
-    assert "| SPD head, n = 4 (6;5;5;4), W = 1, T = 0 | 1.00x / 1.67x |" in first
+    sampling = "at most 12 new tokens, top-k 0, top-p 1, seed 0\n"
+    assert first.startswith(f"another, float32, a CPU, a rank a stage, {sampling}")
+    assert second.startswith(f"target, float32, a CPU, all stages on one device, {sampling}")
+    assert "| SPD head, n = 4, W = 1, T = 0 | 1.00x / 1.67x |" in first
+    assert "| SPD head, n = 4, W = 1, T = 0 | 6 | overall | 4 |" in first
     assert second.split("\n\n")[1].splitlines() == [
         "| method | overall | mt bench | humaneval |",
         "| --- | --- | --- | --- |",
@@ -361,7 +363,7 @@ def test_table_has_the_papers_layout():
     detail = second.split("\n\n")[2].splitlines()
     assert len(detail) == 2 + 3 + 2
     assert detail[3].startswith(
-        "| SPD head, n = 4, W = 1, T = 0 | mt_bench | 2 | 60 | 0.50 [0.25, 1.00] | 1.71 [1.33, 4.00] |"
+        "| SPD head, n = 4, W = 1, T = 0 | 5 | mt_bench | 2 | 60 | 0.50 [0.25, 1.00] | 1.71 [1.33, 4.00] |"
     )
     assert detail[3].endswith("| 3.00 | 2.00x | 2/2 |")
 

@@ -280,7 +280,10 @@ class HeadConfig:
             shallow_layers = _shallow_lists(raw["shallow_hidden_layer_indices"], num_stages)
             for name in ("stage_layers", "trained_num_stages"):
                 if raw.get(name):
-                    raise ValueError(f"{name} is {raw[name]!r}, but version 10 has one even split: use version 11")
+                    raise ValueError(
+                        f"{name} is {raw[name]!r}, but a head of version 10 is made for one n and an even split: "
+                        "use version 11"
+                    )
         else:
             anchors = _anchor_list(raw["aggr_feature_bound"])
             if raw.get("num_aggr_types", len(anchors)) != len(anchors):
@@ -348,7 +351,7 @@ class HeadConfig:
             if max(layers) > available[stage]:
                 raise ValueError(
                     f"shallow_hidden_layer_indices: g_{stage} reads layer {max(layers)}, but the first {stage} of "
-                    f"{self.num_stages} stages end at layer {available[stage]}"
+                    f"{self.num_stages} stages end at {available[stage]}"
                 )
 
 
@@ -992,9 +995,10 @@ class SpeculationHead(nn.Module):
         """What the training forward computes, as `staircase_plan` returns it, type 0 first."""
         return staircase_plan(self.config.aggr_feature_bound, stage_sizes, fill, exact_fill=exact_fill)
 
-    def projections(self, kind: int) -> list[nn.Linear]:
-        """The modules that rows of this type alone go through."""
-        return [self.aggr_projs[kind]]
+    @property
+    def projections(self) -> list[list[nn.Linear]]:
+        """For each type, the modules that its rows alone go through."""
+        return [[projection] for projection in self.aggr_projs]
 
     def aggregate(self, kind: int, features: Tensor) -> Tensor:
         """g_k = A_k [h_{b_0}; ...; h_{b_k}]: features [..., m, H] -> [..., H]."""
@@ -1073,18 +1077,16 @@ class FixedRowHead(SpeculationHead):
         seen = key_types(0, self.depth_types(stage_sizes), fill)
         return {0: seen} | dict.fromkeys((*seen[1:], deepest), ())
 
-    def projections(self, kind: int) -> list[nn.Linear]:
-        if kind == 0:
-            return [self.g0_proj]
-        place = -kind
-        return [self.stage_projs[place], *(layer[place] for layer in self.fixed_stage_per_layer_projs)]
+    @property
+    def projections(self) -> list[list[nn.Linear]]:
+        stages = zip(self.stage_projs, *self.fixed_stage_per_layer_projs, strict=True)  # g_n first
+        return [[self.g0_proj], *reversed([list(modules) for modules in stages])]
 
     def aggregate(self, kind: int, features: Tensor) -> Tensor:
         """g_i: features [..., m, H] -> [..., H]."""
         if kind == 0:
             return self.g0_proj(features[..., 0, :])
-        place = -kind
-        return self.stage_projs[place](features[..., self._sources[place], :].flatten(-2))
+        return self.stage_projs[-kind](features[..., self._sources[-kind], :].flatten(-2))
 
     def shown_rows(self, kind: int, features: Tensor) -> Tensor:
         """P_{l,i} g_i for every layer l, [L_s, ..., H]; g_0 is itself, and only layer 0 takes it from here."""

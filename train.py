@@ -53,15 +53,16 @@ from pipeline_model import (
     Target,
     TrainingLoss,
     auto_anchors,
+    auto_shallow_layers,
     check_base_layers,
     check_weights,
     load_target_config,
     new_head,
+    parse_shallow_layers,
     parse_stage_layers,
     read_checkpoint,
     save_head,
     split_layers,
-    staircase_plan,
     teacher_features,
     training_loss,
 )
@@ -149,8 +150,14 @@ def build_parser() -> Parser:
         "--num_stages", type=integers, required=True, help="n; several (2,3,6) for one head that fits all"
     )
     head.add_argument("--num_spec_layers", type=count, default=2, help="layers of the head")
+    head.add_argument(
+        "--version", type=int, default=11, choices=[10, 11], help="of the head; 12 is 11 with --stage_layers"
+    )
     head.add_argument("--stage_layers", help='uneven split, layers per stage: "4;6;6;4"')
     head.add_argument("--aggr_feature_bound", default="auto", help='layers whose output the head reads: "0,5,15,29"')
+    head.add_argument(
+        "--shallow_hidden_layer_indices", default="auto", help='version 10: what g_n, .., g_1 read: "0,1,3;0,1,2;0,1"'
+    )
     head.add_argument("--draft_vocab_json", help="list by draft_vocab/build_draft_vocab.py; default: full vocabulary")
     head.add_argument("--spec_init_from_base_layers", type=integers, help="target layers (1 ..) to start from: 14,15")
     head.add_argument("--init_head", help="checkpoint whose weights to start from, for more training on other data")
@@ -217,6 +224,9 @@ def check_launch(args: argparse.Namespace) -> None:
         raise ValueError("--init_head brings all weights: leave --spec_init_from_base_layers out")
     if args.lr_adamw is not None and args.optimizer != "muon":
         raise ValueError("--lr_adamw belongs to --optimizer muon: set --lr alone")
+    other_version = "shallow_hidden_layer_indices" if args.version == 11 else "aggr_feature_bound"
+    if getattr(args, other_version) != "auto":
+        raise ValueError(f"--{other_version} does not belong to --version {args.version}: leave one of them out")
     if args.fill_alpha is not None and not args.trained_with_use_deepest:
         raise ValueError("--fill_alpha needs --trained_with_use_deepest: without it the pipeline is always full")
 
@@ -242,6 +252,20 @@ def read_draft_vocab(path: str, vocab_size: int) -> list[int]:
     return ids
 
 
+def read_layers(args: argparse.Namespace, stage_sizes: Sequence[int]) -> dict[str, object]:
+    """The entry of a head's configuration that lists the hidden states it reads. ValueError for no such list."""
+    if args.version == 10:
+        text = args.shallow_hidden_layer_indices
+        automatic = auto_shallow_layers(sum(stage_sizes), len(stage_sizes))
+        return {"shallow_hidden_layer_indices": automatic if text == "auto" else parse_shallow_layers(text)}
+    if args.aggr_feature_bound == "auto":
+        return {"aggr_feature_bound": auto_anchors(stage_sizes)}
+    try:
+        return {"aggr_feature_bound": integers(args.aggr_feature_bound)}
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(f"--aggr_feature_bound {error}") from None
+
+
 def head_config(args: argparse.Namespace, target: PreTrainedConfig) -> HeadConfig:
     """The head that the arguments describe. ValueError for one that cannot be."""
     stages = tuple(sorted(set(args.num_stages)))
@@ -250,19 +274,13 @@ def head_config(args: argparse.Namespace, target: PreTrainedConfig) -> HeadConfi
         raise ValueError(f"--stage_layers describes one split, but --num_stages lists {len(stages)}: give one n")
     sizes = split_layers(target.num_hidden_layers, stages[-1], stage_layers)
     split_layers(target.num_hidden_layers, stages[0])
-    anchors = auto_anchors(sizes)
-    if args.aggr_feature_bound != "auto":
-        try:
-            anchors = integers(args.aggr_feature_bound)
-        except argparse.ArgumentTypeError as error:
-            raise ValueError(f"--aggr_feature_bound {error}") from None
     raw = {
-        "version": 11 if stage_layers is None else 12,
+        "version": args.version if stage_layers is None or args.version == 10 else 12,
         "hidden_size": target.hidden_size,
         "vocab_size": target.vocab_size,
         "num_stages": stages[-1],
         "num_spec_layers": args.num_spec_layers,
-        "aggr_feature_bound": anchors,
+        **read_layers(args, sizes),
         "trained_with_use_deepest": args.trained_with_use_deepest,
         "stage_layers": stage_layers,
         "spec_init_from_base_layers": args.spec_init_from_base_layers,
@@ -314,7 +332,7 @@ def load_target(args: argparse.Namespace, accelerator: Accelerator, dtype: torch
 def start_from(head: SpeculationHead, path: str) -> None:
     """Copy a checkpoint's weights. ValueError when its head reads, drafts or is built otherwise."""
     found, state = read_checkpoint(path)
-    for name in ("aggr_feature_bound", "num_spec_layers", "draft_token_ids"):
+    for name in ("aggr_feature_bound", "shallow_hidden_layer_indices", "num_spec_layers", "draft_token_ids"):
         ours, theirs = getattr(head.config, name), getattr(found, name)
         if ours != theirs:
             both = "differs" if name == "draft_token_ids" else f"is {theirs}, this run's {ours}"
@@ -339,7 +357,7 @@ class HeadLoss(nn.Module):
         loss = training_loss(self.head, self.target, **teacher, stage_sizes=stage_sizes, fill=fill, **self.settings)
         # A short fill or a small n leaves types without rows. Their gradients are zero then, not absent: processes
         # have to agree on which gradients there are, and optimisers on which weights take part in a step.
-        touched = sum(projection.weight[0, 0] for projection in self.head.aggr_projs)
+        touched = sum(projection.weight[0, 0] for kind in self.head.projections for projection in kind)
         return loss._replace(total=loss.total + 0.0 * touched)
 
 
@@ -401,7 +419,7 @@ class Trainer:
 
     def open_caches(self) -> dict[str, FeatureCache]:
         """The feature cache of each part of the data; none without --feature_cache."""
-        folder, anchors = self.args.feature_cache, self.head.config.aggr_feature_bound
+        folder, anchors = self.args.feature_cache, self.head.config.anchors
         if folder is None:
             return {}
         caches = {}
@@ -503,12 +521,13 @@ class Trainer:
         Muon moves a matrix by the same amount however small its momentum has become: a type that is rare would wander
         off along the gradient of its last batch.
         """
-        anchors, used = self.head.config.aggr_feature_bound, set()
+        used = set()
         for n, fill in set(self.draw_fills(step)):
-            used |= staircase_plan(anchors, self.splits[n], fill, exact_fill=self.exact_fill).keys()
-        for kind, projection in enumerate(self.head.aggr_projs):
+            used |= self.head.staircase_plan(self.splits[n], fill, exact_fill=self.exact_fill).keys()
+        for kind, projections in enumerate(self.head.projections):
             if kind not in used:
-                projection.weight.grad = None
+                for projection in projections:
+                    projection.weight.grad = None
 
     def load(self, part: str, rows: np.ndarray) -> MicroBatch:
         """Rows of `train` or `val`, run through the target, or as its pass left them in the feature cache."""
@@ -521,7 +540,7 @@ class Trainer:
             cached = self.caches[part].load(rows, ids, mask)
             teacher |= {"features": cached.features, "hidden": cached.hidden, "teacher_best": cached.best}
         else:
-            features, hidden = teacher_features(self.target, ids, mask, self.head.config.aggr_feature_bound)
+            features, hidden = teacher_features(self.target, ids, mask, self.head.config.anchors)
             teacher |= {"features": features, "hidden": hidden}
         return MicroBatch(teacher, batch["example_id"])
 

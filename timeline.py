@@ -50,7 +50,7 @@ class Timings:
     verify: float = 0.0
     wait: float = 0.0  # for stages on other ranks; 0 in one process
     # What the decode would take with a device a stage and one for the head: per cycle the slowest stage or the head,
-    # plus verification; or, with verify_lag 1, the slowest of the three.
+    # plus verification; or, with verify_lag 1, the slowest of the three. A draft in line adds to stage 0.
     ideal_decode: float = 0.0
 
 
@@ -98,16 +98,23 @@ class Timeline:
         if self._keep_spans:
             self.spans.append(span)
 
-    def finish(self, *, prefill: float, decode: float, num_stages: int, verify_lag: int) -> Timings:
-        """The totals of the generation; `prefill` and `decode` are wall-clock seconds."""
-        while self._unread:
-            self._read(*self._unread.pop(0))
+    def finish(
+        self, *, prefill: float, decode: float, num_stages: int, verify_lag: int, draft_in_line: bool = False
+    ) -> Timings:
+        """The totals of the generation; `prefill` and `decode` are wall-clock seconds.
+
+        draft_in_line: stage 0 waits for the draft, or the draft for stage 0.
+        """
+        self.settle()
         totals: dict[str, float] = defaultdict(float)
         ideal = 0.0
         for seconds in self._cycles:
             for row, value in seconds.items():
                 totals[row] += value
-            longest = max((value for row, value in seconds.items() if row not in (VERIFY, WAIT)), default=0.0)
+            beside = {row: value for row, value in seconds.items() if row not in (VERIFY, WAIT)}
+            if draft_in_line:
+                beside[stage_row(0)] = beside.get(stage_row(0), 0.0) + beside.pop(DRAFT, 0.0)
+            longest = max(beside.values(), default=0.0)
             ideal += max(longest, seconds[VERIFY]) if verify_lag else longest + seconds[VERIFY]
         return Timings(
             prefill=prefill,
@@ -118,6 +125,11 @@ class Timeline:
             wait=totals[WAIT],
             ideal_decode=ideal,
         )
+
+    def settle(self) -> None:
+        """Read the spans of all finished cycles."""
+        while self._unread:
+            self._read(*self._unread.pop(0))
 
     def _read(self, cycle: int, records: list) -> None:
         if self._cuda and records:

@@ -1,0 +1,72 @@
+"""What the ranks tell each other: headers of a few integers, which travel beside the hidden states.
+
+In every cycle the draft rank sends one header, even if no token enters, and every stage passes it on. So the k-th header
+that a stage gets is cycle k - s everywhere, nobody has to be told what time it is, and a late result is known by its
+place in the order: the draft rank still has the list of nodes that entered with it, and which of them are alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+from pipeline_model import CachePlan, NodeRow
+
+
+class Kind(IntEnum):
+    """First integer of every header that goes through the stages."""
+
+    START = 0
+    BATCH = 1
+    END = 2
+    STOP = 3
+
+
+class Start(NamedTuple):
+    """A generation begins; its prompt follows in chunks."""
+
+    prompt_length: int
+    root: int  # node id of the prompt's last token
+    plan: CachePlan
+    anchors: tuple[int, ...]  # layers whose output somebody wants
+
+    def header(self) -> list[int]:
+        return [Kind.START, self.prompt_length, self.root, *self.plan, len(self.anchors), *self.anchors]
+
+    @classmethod
+    def parse(cls, header: Sequence[int]) -> Start:
+        _, prompt_length, root, slots, nodes, tree, count, *anchors = header
+        return cls(prompt_length, root, CachePlan(slots, nodes, bool(tree)), tuple(anchors[:count]))
+
+
+class Batch(NamedTuple):
+    """The nodes that entered in one cycle, all of one position; none in a cycle in which nothing entered.
+
+    A rejection needs no message of its own. Nodes name their parent and their slot, so a stage neither restores nor
+    crops anything: what the corrected token and its successors overwrite was read by stale nodes alone, which are ahead
+    of them in every stage.
+    """
+
+    cycle: int
+    position: int
+    rows: list[NodeRow]
+
+    def header(self) -> list[int]:
+        numbers = [number for row in self.rows for number in row]
+        return [Kind.BATCH, self.cycle, self.position, len(self.rows), *numbers]
+
+    @classmethod
+    def parse(cls, header: Sequence[int]) -> Batch:
+        _, cycle, position, count, *numbers = header
+        width = len(NodeRow._fields)
+        rows = [NodeRow(*numbers[at : at + width]) for at in range(0, count * width, width)]
+        return cls(cycle, position, rows)
+
+
+def header_size(num_anchors: int, width: int) -> int:
+    """Integers of the longest header, for at most so many anchors and nodes of one position."""
+    empty = CachePlan(0, 0, tree=False)
+    start = Start(0, 0, empty, (0,) * num_anchors)
+    batch = Batch(0, 0, [NodeRow(0, 0, 0, 0)] * width)
+    return max(len(start.header()), len(batch.header()))

@@ -1,0 +1,296 @@
+"""The executor of the draft rank: the decode loop of pipeline_inference.py runs over it unchanged.
+
+What a stage sends is waited for when it is needed and not earlier: the last stage's output when the verdict is due, the
+anchors before the next draft. In between the stages go on, so that verification does not stop the pipeline.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from distributed_inference.layout import DRAFT_RANK
+from distributed_inference.links import Link
+from distributed_inference.messages import Batch, Kind, Start
+from distributed_inference.stages import SPAN_FIELDS, Setup, StageRunner, prompt_chunks, reported_spans
+from pipeline_inference import Captured, Completed, Node, PromptOutput
+from pipeline_model import CachePlan, Target
+from timeline import WAIT, Timeline, stage_row
+
+Row = Callable[[int], Tensor]  # row of a batch -> its logits [V]
+
+
+class Pipeline:
+    """The draft rank's connections to the other ranks, and the first stage where it is here. Outlives generations."""
+
+    def __init__(self, setup: Setup, target: Target):
+        layout, config = setup.layout, target.config
+        self.setup, self.target = setup, target
+        self.runner = StageRunner(target, layout.layers(0)) if layout.colocated else None
+        self.outbox = setup.outbox(Link.FORWARD, DRAFT_RANK + 1, config.hidden_size)
+        self.inboxes = {
+            stage: setup.inbox(Link.UP, layout.rank_of(stage), setup.up_payload(stage, target))
+            for stage in range(int(layout.colocated), layout.num_stages)
+        }
+        between = range(1, layout.last_rank) if layout.lm_head == "split" else ()
+        self.gather = [
+            setup.inbox(Link.GATHER, rank, len(layout.vocabulary_rows(rank, config.vocab_size))) for rank in between
+        ]
+        self.running: RemoteExecutor | None = None
+
+    def finish(self) -> None:
+        """Let the stages run empty if a generation is still running."""
+        if self.running is not None:
+            self.running.finish()
+
+    def stop(self) -> None:
+        """Send the other ranks home."""
+        self.finish()
+        self.outbox.send([Kind.STOP])
+
+
+class _Flight:
+    """The nodes of one batch on their way through the stages."""
+
+    def __init__(self, cycle: int, ids: tuple[int, ...]):
+        self.cycle, self.ids = cycle, ids
+        self.alive = list(range(len(ids)))  # rows whose nodes nobody has rolled back
+
+    def roll_back(self, dead: set[int]) -> None:
+        self.alive = [row for row in self.alive if self.ids[row] not in dead]
+
+
+class _Arrival:
+    """What one stage has of one batch: another rank's message, received once, when somebody first asks."""
+
+    def __init__(
+        self,
+        stage: int,
+        flight: _Flight,
+        receive: Callable[[_Arrival], None] | None = None,
+        anchors: Sequence[Tensor] = (),
+    ):
+        self.stage, self.flight = stage, flight
+        self.anchors = anchors  # h_b [w, H] of the anchors that the stage captures
+        self.logits: Row  # of the last stage
+        self._receive = receive
+
+    def settle(self) -> None:
+        """Wait for the message, unless it is here."""
+        if self._receive is not None:
+            receive, self._receive = self._receive, None
+            receive(self)
+
+    def row_logits(self, row: int) -> Tensor:
+        self.settle()
+        return self.logits(row)
+
+
+class RemoteExecutor:
+    """Runs the target's stages on other ranks, and the first one here where the layout says so.
+
+    anchors: layers whose outputs are captured; (0,) for the target alone. With verify_lag 1 logits are computed beside
+    the next draft.
+    """
+
+    def __init__(self, pipeline: Pipeline, anchors: Sequence[int] = (0,), *, verify_lag: int = 0):
+        self.stage_sizes, self.anchors = pipeline.setup.layout.stage_sizes, tuple(anchors)
+        self.device = pipeline.target.device
+        self._pipeline, self._setup, self._target = pipeline, pipeline.setup, pipeline.target
+        self._last = len(self.stage_sizes) - 1
+        self._captured_by = [self._setup.captured_by(stage, self.anchors) for stage in range(len(self.stage_sizes))]
+        self._lane = _Lane(self.device) if verify_lag else None
+        self._flights: deque[_Flight | None] = deque()  # by stage: what is there in this cycle
+        self._arrivals: list[_Arrival] = []  # of the last finished cycle
+        self._own_anchors: list[Tensor] = []  # of stage 0 in this cycle, where it is here
+        self._cycle = 0
+        self._timeline: Timeline
+        self.fills: list[int] = []  # tokens in flight in each cycle of the last generation
+
+    def start(self, prompt: Sequence[int], root: int, plan: CachePlan, timeline: Timeline) -> PromptOutput:
+        self._pipeline.finish()  # the last generation may have been left before its end
+        self._pipeline.running = self
+        self._flights = deque([None] * len(self.stage_sizes), maxlen=len(self.stage_sizes))
+        self._timeline, self._cycle, self._arrivals, self.fills = timeline, 0, [], []
+        start = Start(len(prompt), root, plan, self.anchors)
+        self._pipeline.outbox.send(start.header())
+        if self._pipeline.runner is not None:
+            self._pipeline.runner.start(start)
+        tokens = torch.tensor(prompt, device=self.device)
+        sent = [(chunk, self._send_chunk(tokens, chunk)) for chunk in prompt_chunks(len(prompt))]
+        features = torch.cat([self._receive_anchors(len(chunk), captured) for chunk, captured in sent])
+        output = _Arrival(self._last, _Flight(0, (root,)), partial(self._receive, captured=()))
+        logits = output.row_logits(0)
+        self._pipeline.outbox.flush_bulk()
+        return PromptOutput(logits, features)
+
+    def _send_chunk(self, tokens: Tensor, chunk: range) -> dict[int, Tensor]:
+        """Send a chunk of the prompt on its way. Returns the anchors that this rank has, {b: h_b [q, H]}."""
+        hidden = self._target.embed(tokens[chunk.start : chunk.stop])
+        captured = {0: hidden}
+        if self._pipeline.runner is not None:
+            hidden, anchors = self._pipeline.runner.prefill(hidden, chunk.start)
+            captured |= zip(self._captured_by[0], anchors, strict=True)
+        self._pipeline.outbox.send_bulk(hidden)
+        return captured
+
+    def _receive_anchors(self, count: int, captured: dict[int, Tensor]) -> Tensor:
+        """All anchors of a chunk of `count` tokens, [q, m, H]; `captured` has those that are here."""
+        shape = count, self._target.config.hidden_size
+        for stage, inbox in self._pipeline.inboxes.items():
+            for anchor in self._captured_by[stage]:
+                captured[anchor] = inbox.receive_bulk(shape, self._setup.prefill_timeout)
+        return torch.stack([captured[anchor] for anchor in self.anchors], dim=1)
+
+    def begin_cycle(self, position: int, entering: Sequence[Node]) -> Tensor | None:
+        batch = Batch(self._cycle, position, [node.row for node in entering])
+        flight = _Flight(self._cycle, tuple(node.id for node in entering)) if entering else None
+        self._flights.appendleft(flight)  # the oldest one falls out behind the last stage
+        self.fills.append(sum(flight is not None and bool(flight.alive) for flight in self._flights))
+        if flight is None:
+            self._pipeline.outbox.send(batch.header())
+            return None
+        h0 = hidden = self._target.embed(torch.tensor([node.token for node in entering], device=self.device))
+        if self._pipeline.runner is not None:
+            with self._timeline.span(stage_row(0)):
+                hidden, self._own_anchors = self._pipeline.runner.run(batch, h0)
+        self._pipeline.outbox.send(batch.header(), [hidden])
+        return h0
+
+    def finish_cycle(self) -> tuple[Iterator[Captured], Completed | None]:
+        self._settle()
+        self._arrivals = [
+            _Arrival(stage, flight, self._receive)
+            if stage in self._pipeline.inboxes
+            else _Arrival(stage, flight, anchors=self._own_anchors)
+            for stage, flight in enumerate(self._flights)
+            if flight is not None and (self._captured_by[stage] or stage == self._last)
+        ]
+        completed = None
+        flight = self._flights[self._last]
+        if flight is not None:
+            output = self._arrivals[-1]
+            if self._lane is None:
+                output.settle()
+            if flight.alive:
+                ids = tuple(flight.ids[row] for row in flight.alive)
+                completed = Completed(ids, partial(_pick, output.row_logits, tuple(flight.alive)))
+        self._cycle += 1
+        return self._captured(self._arrivals), completed
+
+    def _captured(self, arrivals: Sequence[_Arrival]) -> Iterator[Captured]:
+        """Anchors of one cycle, the deepest stage's first: it was ready first."""
+        for arrival in reversed(arrivals):
+            arrival.settle()
+            flight = arrival.flight
+            if flight.alive and arrival.anchors:
+                nodes = torch.tensor([flight.ids[row] for row in flight.alive], device=self.device)
+                captured = zip(self._captured_by[arrival.stage], arrival.anchors, strict=True)
+                yield Captured(nodes, {b: hidden[flight.alive] for b, hidden in captured})
+
+    def roll_back(self, dead: set[int]) -> None:
+        for flight in self._flights:
+            if flight is not None:
+                flight.roll_back(dead)
+
+    def finish(self) -> None:
+        """Let the stages run empty, and collect their times."""
+        cycles = self._cycle
+        while any(self._flights):
+            self.begin_cycle(-1, ())
+            self.finish_cycle()
+        self._settle()
+        self._pipeline.running = None
+        self._pipeline.outbox.send([Kind.END])
+        del self.fills[cycles:]
+        for stage, inbox in self._pipeline.inboxes.items():
+            (count, _), _ = inbox.receive(self._setup.decode_timeout)
+            if count:
+                rows = inbox.receive_bulk((count, SPAN_FIELDS), self._setup.decode_timeout, torch.float64)
+                for span in reported_spans(rows.tolist(), stage, self._timeline.began):
+                    if span.cycle < cycles:  # what ran empty behind the last token is nobody's cost
+                        self._timeline.add(span)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Messages of the stages
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """Receive what the last cycle's stages sent and nobody asked for."""
+        for arrival in self._arrivals:
+            arrival.settle()
+
+    def _receive(self, arrival: _Arrival, captured: Sequence[int] | None = None) -> None:
+        """Wait for a stage's message: its anchors (`captured` of them: all, unless given), the last stage's output."""
+        stage, count = arrival.stage, len(arrival.flight.ids)
+        captured = self._captured_by[stage] if captured is None else captured
+        with self._timeline.span(WAIT):
+            header, payload = self._pipeline.inboxes[stage].receive(self._setup.decode_timeout)
+        assert header == [arrival.flight.cycle, count], f"stage {stage} sent {header} for cycle {arrival.flight.cycle}"
+        size = count * self._target.config.hidden_size
+        *anchors, output = payload.split([size] * len(captured) + [len(payload) - size * len(captured)])
+        arrival.anchors = [anchor.view(count, -1) for anchor in anchors]
+        if stage == self._last:
+            arrival.logits = self._logits(output, count)
+
+    def _logits(self, output: Tensor, count: int) -> Row:
+        """The logits of the nodes that the last stage's output is of, wherever the lm_head is."""
+        if self._lane is not None:
+            output = output.clone()  # the next message would overwrite it
+        place = self._setup.layout.lm_head
+        if place == "last":
+            return output.view(count, -1).__getitem__
+        if place == "draft" and self._lane is None:
+            return lambda row: self._target.logits(output.view(count, -1)[row])
+        compute = partial(self._all_rows if place == "split" else self._all_nodes, output, count)
+        return compute().__getitem__ if self._lane is None else self._lane.submit(compute)
+
+    def _all_nodes(self, output: Tensor, count: int) -> Tensor:
+        """Logits [w, V] from h_L, all computed here."""
+        return self._target.logits(output.view(count, -1))
+
+    def _all_rows(self, output: Tensor, count: int) -> Tensor:
+        """Logits [w, V] from normed h_L and the last rank's rows: this rank's rows and the other ranks' join them."""
+        size = count * self._target.config.hidden_size
+        normed, last = output.split([size, len(output) - size])
+        rows = [self._target.lm_head(normed.view(count, -1))]
+        rows += [inbox.receive(self._setup.decode_timeout)[1].view(count, -1) for inbox in self._pipeline.gather]
+        return torch.cat([*rows, last.view(count, -1)], dim=1)
+
+
+def _pick(logits: Row, rows: Sequence[int], index: int) -> Tensor:
+    """Logits of the `index`-th of some rows."""
+    return logits(rows[index])
+
+
+class _Lane:
+    """Computes logits beside the draft: in a thread, and on a CUDA device in a stream of its own."""
+
+    def __init__(self, device: torch.device):
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="verify")
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def submit(self, compute: Callable[[], Tensor]) -> Row:
+        """Start computing logits [w, V]; the result waits for them."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        future = self._pool.submit(self._run, compute)
+
+        def row(index: int) -> Tensor:
+            logits = future.result()
+            if self._stream is not None:
+                torch.cuda.current_stream(self._device).wait_stream(self._stream)
+            return logits[index]
+
+        return row
+
+    @torch.inference_mode()
+    def _run(self, compute: Callable[[], Tensor]) -> Tensor:
+        with torch.cuda.stream(self._stream):
+            return compute()

@@ -1,0 +1,244 @@
+"""The ranks that run stages: wait for a header, run the layers, pass the result on."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+
+from distributed_inference.layout import DRAFT_RANK, Layout
+from distributed_inference.links import FOREVER, Inbox, Link, Outbox, Wires
+from distributed_inference.messages import Batch, Kind, Start, header_size
+from pipeline_model import NodeBatch, Stage, StageCache, Target, TreeMask
+from timeline import VERIFY, Span, Timeline, stage_row
+
+PREFILL_CHUNK = 512  # prompt tokens that travel together: small enough that the stages overlap
+UP_HEADER = 2  # integers of a header to the draft rank
+SPAN_FIELDS = 4  # numbers of a reported span
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What every rank has to agree on, and what this one is."""
+
+    layout: Layout
+    rank: int
+    wires: Wires
+    width: int  # W, nodes of one position at most
+    anchors: tuple[int, ...]  # layers whose output the head reads
+    prefill_timeout: timedelta
+    decode_timeout: timedelta
+
+    def outbox(self, link: Link, peer: int, payload_rows: int) -> Outbox:
+        return Outbox(self.wires, link, peer, self.header_size(link), self.width * payload_rows)
+
+    def inbox(self, link: Link, peer: int, payload_rows: int) -> Inbox:
+        return Inbox(self.wires, link, peer, self.header_size(link), self.width * payload_rows)
+
+    def header_size(self, link: Link) -> int:
+        return header_size(len(self.anchors), self.width) if link is Link.FORWARD else UP_HEADER
+
+    def captured_by(self, stage: int, anchors: Sequence[int]) -> tuple[int, ...]:
+        """Those of the anchors that a stage captures, ascending."""
+        layers = self.layout.layers(stage)
+        return tuple(b for b in anchors if layers.start < b <= layers.stop)
+
+    def up_payload(self, stage: int, target: Target) -> int:
+        """Elements a node of what a stage sends to the draft rank: anchors, and the last stage's output."""
+        size = len(self.captured_by(stage, self.anchors)) * target.config.hidden_size
+        if stage == self.layout.num_stages - 1:
+            size += self.output_size(target)
+        return size
+
+    def output_size(self, target: Target) -> int:
+        """Elements a node of what the last stage computes for verification."""
+        hidden, vocab = target.config.hidden_size, target.config.vocab_size
+        own_rows = len(self.layout.vocabulary_rows(self.layout.last_rank, vocab))
+        return {"draft": hidden, "last": vocab, "split": hidden + own_rows}[self.layout.lm_head]
+
+
+class StageRunner:
+    """One stage in this process: its layers, caches, and in a tree the masks. One generation at a time."""
+
+    def __init__(self, target: Target, layers: range):
+        self._target, self._layers = target, layers
+        self._stage: Stage
+        self._cache: StageCache
+        self._root: Tensor
+        self._tree_mask: TreeMask | None = None
+
+    def start(self, start: Start) -> None:
+        """Allocate the memory of a generation."""
+        self._stage = Stage(self._target, self._layers, start.anchors)
+        self._cache = self._stage.new_cache(start.plan)
+        self._root = torch.tensor([start.root], device=self._target.device)
+        self._tree_mask = TreeMask(start.plan, self._target.device) if start.plan.tree else None
+        if self._tree_mask is not None:
+            self._tree_mask.start(start.prompt_length, start.root)
+
+    def prefill(self, hidden: Tensor, position: int) -> tuple[Tensor, list[Tensor]]:
+        """Run prompt tokens [q, H] that stand from `position` on. Returns their output and anchors, each [q, H]."""
+        hidden, captured = self._stage.prefill(hidden[None], position, self._cache, self._root)
+        return hidden[0], [captured[b][0] for b in sorted(captured)]
+
+    def run(self, batch: Batch, hidden: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Run a batch's nodes [w, H]. Returns their output and anchors, each [w, H]."""
+        nodes = NodeBatch.of(batch.position, batch.rows, self._target.device)
+        if self._tree_mask is not None:
+            nodes = self._tree_mask.enter(nodes, [row.slot for row in batch.rows])
+        hidden, captured = self._stage.run(hidden[:, None], nodes, self._cache)
+        return hidden[:, 0], [captured[b][:, 0] for b in sorted(captured)]
+
+
+class StageServer:
+    """The loop of a rank that runs a stage and nothing else."""
+
+    def __init__(self, setup: Setup, target: Target):
+        self._setup, self._target = setup, target
+        layout, hidden = setup.layout, target.config.hidden_size
+        self._stage = layout.stage_of(setup.rank)
+        self._is_last = setup.rank == layout.last_rank
+        self._runner = StageRunner(target, layout.layers(self._stage))
+        self._inbox = setup.inbox(Link.FORWARD, setup.rank - 1, hidden)
+        self._up = setup.outbox(Link.UP, DRAFT_RANK, setup.up_payload(self._stage, target))
+        self._forward = None if self._is_last else setup.outbox(Link.FORWARD, setup.rank + 1, hidden)
+        self._lm_head = _SplitLmHead(setup, target) if layout.lm_head == "split" else None
+        self._timeline: Timeline
+
+    @torch.inference_mode()
+    def serve(self) -> None:
+        """Work until the draft rank says stop. LostRank when another rank is gone or does not answer."""
+        timeout = FOREVER  # nobody is late before a generation begins
+        while True:
+            header, payload = self._inbox.receive(timeout)
+            kind = Kind(header[0])
+            if kind is not Kind.BATCH and self._forward is not None:
+                self._forward.send(header)
+            if kind is Kind.STOP:
+                return
+            if kind is Kind.START:
+                self._prefill(Start.parse(header))
+                timeout = self._setup.prefill_timeout  # the draft rank takes the prompt in first
+            elif kind is Kind.BATCH:
+                self._cycle(Batch.parse(header), payload)
+                timeout = self._setup.decode_timeout
+            else:
+                self._report()
+                timeout = FOREVER
+
+    def _prefill(self, start: Start) -> None:
+        self._timeline = Timeline(self._target.device, keep_spans=True)
+        self._runner.start(start)
+        if self._lm_head is not None:
+            self._lm_head.start()
+        hidden_size = self._target.config.hidden_size
+        for chunk in prompt_chunks(start.prompt_length):
+            hidden = self._inbox.receive_bulk((len(chunk), hidden_size), self._setup.prefill_timeout)
+            hidden, anchors = self._runner.prefill(hidden, chunk.start)
+            if self._forward is not None:
+                self._forward.send_bulk(hidden)
+            for anchor in anchors:
+                self._up.send_bulk(anchor)
+        if self._is_last:
+            self._up.send([0, 1], self._output(hidden[-1:]))
+        if self._lm_head is not None:
+            self._lm_head.work(0, 1, self._setup.prefill_timeout)
+        self._up.flush_bulk()
+        if self._forward is not None:
+            self._forward.flush_bulk()
+
+    def _cycle(self, batch: Batch, payload: Tensor) -> None:
+        """Run the batch, if there is one, and pass everything on; then this rank's rows of a split lm_head."""
+        parts: list[Tensor] = []
+        if batch.rows:
+            hidden = payload.view(len(batch.rows), -1)
+            with self._timeline.span(stage_row(self._stage)):
+                hidden, parts = self._runner.run(batch, hidden)
+        if self._forward is not None:
+            self._forward.send(batch.header(), [hidden] if batch.rows else [])
+        elif batch.rows:
+            with self._timeline.span(VERIFY):
+                parts = parts + self._output(hidden)
+        if parts:
+            self._up.send([batch.cycle, len(batch.rows)], parts)
+        if self._lm_head is not None:
+            with self._timeline.span(VERIFY):
+                self._lm_head.cycle(batch, self._setup.decode_timeout)
+        self._timeline.end_cycle()
+
+    def _output(self, hidden: Tensor) -> list[Tensor]:
+        """What the draft rank needs of h_L [w, H] to have logits. Last stage only."""
+        if self._lm_head is not None:
+            normed = self._target.norm(hidden)
+            return [normed, self._lm_head.scatter(normed)]
+        return [hidden if self._setup.layout.lm_head == "draft" else self._target.logits(hidden)]
+
+    def _report(self) -> None:
+        """Tell the draft rank when this stage was busy."""
+        self._timeline.settle()
+        spans = [
+            (span.row == VERIFY, span.cycle, self._timeline.began + span.start, span.seconds)
+            for span in self._timeline.spans
+        ]
+        self._up.send([len(spans), 0])
+        if spans:
+            self._up.send_bulk(torch.tensor(spans, dtype=torch.float64))
+            self._up.flush_bulk()
+
+
+class _SplitLmHead:
+    """A stage rank's part of an lm_head whose vocabulary rows are split over all ranks.
+
+    In each cycle a rank first runs its stage and then, if the last stage has finished some nodes, its rows of their
+    logits. Which cycles have work is known from the headers that came through: no message says so.
+    """
+
+    def __init__(self, setup: Setup, target: Target):
+        self._target, self._setup = target, setup
+        layout, vocab = setup.layout, target.config.vocab_size
+        self._cycles_to_last = layout.num_stages - 1 - layout.stage_of(setup.rank)
+        self._counts: deque[int] = deque()  # nodes in this stage, in the one behind it, ... in the last one
+        if setup.rank == layout.last_rank:
+            others = [rank for rank in range(layout.world_size) if rank not in (DRAFT_RANK, layout.last_rank)]
+            self._scatter = [setup.outbox(Link.SCATTER, rank, target.config.hidden_size) for rank in others]
+        else:
+            self._inbox = setup.inbox(Link.SCATTER, layout.last_rank, target.config.hidden_size)
+            self._gather = setup.outbox(Link.GATHER, DRAFT_RANK, len(layout.vocabulary_rows(setup.rank, vocab)))
+
+    def start(self) -> None:
+        """A new generation: the pipeline is empty."""
+        self._counts = deque([0] * self._cycles_to_last)
+
+    def scatter(self, normed: Tensor) -> Tensor:
+        """Last stage: send [w, H] to the other stages' ranks; returns the logits of this rank's rows, [w, V_r]."""
+        for outbox in self._scatter:
+            outbox.send([0, len(normed)], [normed])
+        return self._target.lm_head(normed)
+
+    def cycle(self, batch: Batch, timeout: timedelta) -> None:
+        """This rank's rows of the logits of the nodes that left the last stage in this cycle."""
+        self._counts.appendleft(len(batch.rows))
+        self.work(batch.cycle, self._counts.pop(), timeout)
+
+    def work(self, cycle: int, count: int, timeout: timedelta) -> None:
+        """Receive `count` nodes' normed h_L, send their logits. The last stage has done so already."""
+        if self._cycles_to_last and count:
+            _, normed = self._inbox.receive(timeout)
+            self._gather.send([cycle, count], [self._target.lm_head(normed.view(count, -1))])
+
+
+def prompt_chunks(prompt_length: int) -> Iterator[range]:
+    """Positions of the prompt's tokens, in the chunks that travel together."""
+    for start in range(0, prompt_length, PREFILL_CHUNK):
+        yield range(start, min(start + PREFILL_CHUNK, prompt_length))
+
+
+def reported_spans(rows: Sequence[Sequence[float]], stage: int, began: float) -> Iterator[Span]:
+    """The spans of a stage's report on a timeline that began at the wall-clock time `began`."""
+    for is_verify, cycle, start, seconds in rows:
+        # The stage counts the batches it gets: in the cycle in which one enters the pipeline it is `stage` cycles away.
+        yield Span(VERIFY if is_verify else stage_row(stage), int(cycle) + stage, start - began, seconds)

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, set_seed
 
+import pipeline_inference
 import train
 from conversation_data import PadCollator, load_conversations
 from optimizers import Float32Muon, build_optimizers, lr_factor
@@ -304,6 +306,40 @@ def test_time_budget_writes_the_head(work, tmp_path):
     assert json.loads((output / "run.json").read_text())["outcome"] == "out of time"
 
 
+@pytest.mark.parametrize(
+    ("more", "version", "sizes"),
+    [
+        (["--version", 10], 10, (1, 1, 1, 1)),
+        (["--version", 10, "--num_stages", 2, "--shallow_hidden_layer_indices", "4,1;0,2"], 10, (2, 2)),
+        (["--num_stages", 3, "--stage_layers", "1;2;1"], 12, (1, 2, 1)),
+    ],
+    ids=str,
+)
+def test_versions_from_training_to_decoding(work, tmp_path, capsys, more, version, sizes):
+    """Guards version 10 and uneven stages end to end: the flags reach the checkpoint, a stopped run goes on to the same
+    weights, and the command line decodes with the head, losslessly and with the factor of the largest stage."""
+    output, more = tmp_path / "out", [*more, "--optimizer", "muon", "--max_steps", 4]
+    assert run(work, output, *more, "--save_interval", 2) == 0
+    whole = read_checkpoint(output)[1]
+    shutil.rmtree(output / "checkpoint-4")  # as if it had been stopped on the way there
+    assert run(work, output, *more, "--resume_from", "auto") == 0
+    config, state = read_checkpoint(output)
+    assert (config.version, config.split(4)) == (version, sizes)
+    if "--shallow_hidden_layer_indices" in more:
+        assert config.shallow_hidden_layer_indices == ((4, 1), (0, 2))
+    assert all(torch.equal(weight, state[name]) for name, weight in whole.items())
+
+    capsys.readouterr()
+    flags = ["--base_model_path", work / "target", "--spec_head_ckpt", output, "--prompt", "s1 4", "--device", "cpu"]
+    cli = pipeline_inference.build_parser().parse_args([*map(str, flags), "--max_new_tokens", "12"])
+    assert pipeline_inference.main(cli) == 0
+    shown = capsys.readouterr().out
+    assert "[compare] ids are equal" in shown
+    cycles, n, length = re.search(r"\[pipeline\].* (\d+) cycles, n = (\d), .*L_acc ([\d.]+)", shown).groups()
+    assert int(n) == len(sizes)
+    assert float(length) == pytest.approx(4 / max(sizes) * 11 / int(cycles), abs=0.005)
+
+
 def test_several_depths(work, tmp_path):
     """Guards `--num_stages 2,4`: one head for several pipelines, which says so, validates on each and decodes on each;
     types that a shorter pipeline never uses must not stop the gradients."""
@@ -486,28 +522,32 @@ def test_muon_takes_the_matrices_only():
     assert (muon.param_groups[0]["lr"], adamw.param_groups[0]["lr"]) == (2e-3, 1e-3)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_types_without_rows_stay_where_they_are(work, tmp_path, monkeypatch, optimizer):
+@pytest.mark.parametrize(("optimizer", "version"), [("adamw", 11), ("muon", 11), ("muon", 10)])
+def test_types_without_rows_stay_where_they_are(work, tmp_path, monkeypatch, optimizer, version):
     """Guards rare types: a projection moves in the steps whose fills need it and in no other, momentum or not."""
     moved, fills = [], []
     step = train.Trainer.train_step
 
     def watched(self, signals):
-        before = [projection.weight.detach().clone() for projection in self.head.aggr_projs]
+        before = [[module.weight.detach().clone() for module in modules] for modules in self.head.projections]
         number = self.progress.step
         result = step(self, signals)
-        after = [projection.weight.detach() for projection in self.head.aggr_projs]
-        moved.append([not torch.equal(*pair) for pair in zip(before, after, strict=True)])
+        pairs = [zip(old, modules, strict=True) for old, modules in zip(before, self.head.projections, strict=True)]
+        changes = [{not torch.equal(old, module.weight) for old, module in kind} for kind in pairs]
+        assert all(len(change) == 1 for change in changes)  # the modules of one type move together
+        moved.append([change.pop() for change in changes])
         fills.append({fill for _, fill in self.draw_fills(number)})
         return result
 
     monkeypatch.setattr(train.Trainer, "train_step", watched)
-    more = ["--optimizer", optimizer, "--fill_alpha", 0.7, "--aggr_feature_bound", "0,1,2,3,4", "--max_steps", 16]
+    more = ["--optimizer", optimizer, "--fill_alpha", 0.7, "--version", version, "--max_steps", 16]
+    more += ["--aggr_feature_bound", "0,1,2,3,4"] if version == 11 else []
     assert run(work, tmp_path, *more, "--gradient_accumulation_steps", 1) == 0
     assert len({len(step_fills) for step_fills in fills}) == 1
     assert {1, 4} <= set.union(*fills)
     for types, (fill,) in zip(moved, fills, strict=True):
-        # n = 4 with an anchor a layer: depth and type are the same, and fill F has depths 0 .. F-1 and the deepest.
+        # n = 4 with an anchor a layer, or version 10: depth and type are the same, and fill F has depths 0 .. F-1 and
+        # the deepest.
         assert types == [kind < fill or kind == 4 for kind in range(5)]
 
 
@@ -554,6 +594,14 @@ def test_layers_are_placed_so_that_hidden_states_end_beside_the_head():
         (["--stage_layers", "1;1;1;2"], "sums to 5"),
         (["--aggr_feature_bound", "0,2,9"], "ends at layer 9"),
         (["--aggr_feature_bound", "0,two"], "not a list of integers"),
+        (["--version", "10", "--aggr_feature_bound", "0,2"], "--aggr_feature_bound does not belong to --version 10"),
+        (["--version", "10", "--num_stages", "2,4"], "made for one n"),
+        (["--version", "10", "--stage_layers", "1;1;1;1"], "made for one n and an even split"),
+        (["--version", "10", "--shallow_hidden_layer_indices", "0,2;0,1"], "must hold num_stages, 4, lists"),
+        (["--version", "10", "--shallow_hidden_layer_indices", "4;3;2;0,2"], "g_1 reads layer 2, but the first 1 of 4"),
+        (["--version", "10", "--shallow_hidden_layer_indices", "0,2;x"], "shallow_hidden_layer_indices is '0,2;x'"),
+        (["--shallow_hidden_layer_indices", "0,2;0,1"], "does not belong to --version 11"),
+        (["--version", "9"], "invalid choice: 9"),
         (["--spec_init_from_base_layers", "4"], "num_spec_layers"),
         (["--draft_vocab_json", "none.json"], "cannot be read"),
         (["--batch_size", "0"], "at least 1"),

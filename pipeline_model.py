@@ -1421,16 +1421,16 @@ def save_head(head: SpeculationHead, path: str | Path) -> None:
         torch.save({"state_dict": state, "config": head.config.to_dict()}, file)
 
 
-def read_checkpoint(path: str | Path) -> tuple[HeadConfig, dict[str, Tensor]]:
+def read_checkpoint(path: str | Path, *, mapped: bool = False) -> tuple[HeadConfig, dict[str, Tensor]]:
     """Configuration and weights of a head checkpoint (a file, or a folder with `speculation_head_final.pt`).
 
-    ValueError, in one line, for a missing, truncated or foreign file and for a wrong configuration.
+    `mapped` leaves the weights on disk until they are used, for those who want the configuration alone. ValueError, in one line, for a missing, truncated or foreign file and for a wrong configuration.
     """
     path = Path(path)
     if path.is_dir():
         path = path / CHECKPOINT_NAME
     try:
-        payload = torch.load(path, map_location="cpu", weights_only=True)
+        payload = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except FileNotFoundError:
         raise ValueError(f"no head checkpoint at {str(path)!r}: train one, or omit --spec_head_ckpt") from None
     except pickle.UnpicklingError:

@@ -264,7 +264,7 @@ class Captured(NamedTuple):
 
 
 class Completed(NamedTuple):
-    """The nodes that left the last stage in a cycle, all of one position."""
+    """The nodes that left the last stage in a cycle: all of one position, or a chain."""
 
     ids: tuple[int, ...]
     logits: Callable[[int], Tensor]  # row -> the target's logits [V] behind that node: final norm, lm_head
@@ -285,7 +285,10 @@ class Executor(Protocol):
         """Allocate memory, run the prompt; `root` is the node id of its last token."""
 
     def begin_cycle(self, position: int, entering: Sequence[Node]) -> Tensor | None:
-        """Start a cycle; the entering nodes go into stage 0. Returns their h_0 [w, H], None when nothing enters."""
+        """Start a cycle; the entering nodes go into stage 0. Returns their h_0 [w, H], None when nothing enters.
+
+        Called once a cycle; where chains are drafted, once more for each of their tokens.
+        """
 
     def finish_cycle(self) -> tuple[Iterable[Captured], Completed | None]:
         """Every stage has run its tokens. The anchors are asked for once, after the verdict, before the next draft."""
@@ -594,6 +597,9 @@ class Decoder:
     """Decodes one sequence at a time through an executor, with or without a drafter.
 
     draft_top_k     W, candidates a position: 1 is the chain
+    draft_chain     0: a cycle drafts one position, beside the stages, for the next cycle. m: it drafts m positions in a
+                    row, before the only stage, which then runs them all (EAGLE-3); W = 1, no lag
+    draft_in_line   whether a cycle lasts longer by the draft: stage 0 waits for it, or it for stage 0
     verify_lag      0: a verdict ends its cycle. 1: it arrives one cycle later, off the critical path
     verify_drafts   False accepts every draft unseen, for debugging: the output is the drafter's, not the target's
     """
@@ -605,6 +611,8 @@ class Decoder:
         *,
         sampling: Sampling = Sampling(),
         draft_top_k: int = 1,
+        draft_chain: int = 0,
+        draft_in_line: bool = False,
         verify_lag: int = 0,
         verify_drafts: bool = True,
         eos_token_ids: Sequence[int] = (),
@@ -615,7 +623,10 @@ class Decoder:
         check_limits(1, draft_top_k)
         if verify_lag not in (0, 1):
             raise ValueError(f"verify_lag is {verify_lag}: it must be 0 or 1")
+        if draft_chain and (len(executor.stage_sizes), draft_top_k, verify_lag) != (1, 1, 0):
+            raise ValueError(f"draft_chain is {draft_chain}: it needs one stage, draft_top_k 1 and verify_lag 0")
         self.executor, self.drafter, self.sampling = executor, drafter, sampling
+        self.draft_chain, self.draft_in_line = draft_chain, draft_in_line or draft_chain > 0
         self.draft_top_k, self.verify_lag, self.verify_drafts = draft_top_k, verify_lag, verify_drafts
         self.eos_token_ids, self.max_positions = frozenset(eos_token_ids), max_positions
         self.seed, self.keep_trace = seed, keep_trace
@@ -658,8 +669,9 @@ class Generation:
         self._end = len(prompt) + max_new_tokens  # no token stands here or beyond
         num_stages, width = len(decoder.executor.stage_sizes), decoder.draft_top_k
         tree = decoder.drafter is not None and width > 1
+        in_flight = max(num_stages, decoder.draft_chain)
         # Live candidates fill n levels, one more is drafted before the oldest is verified; and the emitted path.
-        candidates = (num_stages + 1 + decoder.verify_lag) * width
+        candidates = (in_flight + 1 + decoder.verify_lag) * width
         self._plan = CachePlan(
             slots=self._end + (candidates if tree else 0), nodes=candidates + num_stages + 3, tree=tree
         )
@@ -674,7 +686,7 @@ class Generation:
         self._entered: list[list[Node]] = []  # by cycle, for the trace
         self._drafted: list[list[Node]] = []
         self.result = GenerationResult(
-            decoder.executor.stage_sizes, verified_by_fill=[0] * num_stages, accepted_by_fill=[0] * num_stages
+            decoder.executor.stage_sizes, verified_by_fill=[0] * in_flight, accepted_by_fill=[0] * in_flight
         )
 
     def __iter__(self) -> Iterator[TokenEvent]:
@@ -686,9 +698,7 @@ class Generation:
         yield self._prefill()
         prefilled = time.perf_counter()
         while not self.result.stop_reason:
-            event = self._cycle()
-            if event is not None:
-                yield event
+            yield from self._cycle()
         decoded = time.perf_counter()
         self._executor.finish()
         self.result.timings = self.timeline.finish(
@@ -696,6 +706,7 @@ class Generation:
             decode=decoded - prefilled,
             num_stages=len(self.result.stage_sizes),
             verify_lag=self._settings.verify_lag,
+            draft_in_line=self._settings.draft_in_line,
         )
 
     def finish(self) -> GenerationResult:
@@ -713,31 +724,46 @@ class Generation:
         return self._emit(Verdict(token, None), accepted=True)
 
     @torch.inference_mode()
-    def _cycle(self) -> TokenEvent | None:
-        """One cycle. Returns the token it emitted; None while the pipeline fills."""
+    def _cycle(self) -> list[TokenEvent]:
+        """One cycle. Returns the tokens it emitted: none while the pipeline fills, several of an accepted chain."""
         self._begin_cycle()
-        drafted = self._draft()  # beside the stages: from features that were there before the cycle
+        drafted = self._draft_chain() if self._settings.draft_chain else self._draft()
         self._captured, completed = self._executor.finish_cycle()
         before, self._due = self._due, self._complete(completed)
         if self._settings.keep_trace:
             self._drafted.append(drafted)
-        if drafted:
-            self.tree.levels.append(drafted)
-        self._entering = drafted
+        self._entering = [] if self._settings.draft_chain else drafted
         self.result.cycles += 1
-        event = self._verify(before if self._settings.verify_lag else self._due)
+        events, due = [], before if self._settings.verify_lag else self._due
+        while self.tree.root in due and not self.result.stop_reason:  # once, but for a chain
+            events.append(self._verify(due[self.tree.root]))
         self.timeline.end_cycle()
-        return event
+        return events
 
     def _begin_cycle(self) -> None:
-        entering = self._entering
-        h0 = self._executor.begin_cycle(entering[0].position if entering else -1, entering)
-        if self._drafter is not None:
-            if entering:
-                self._drafter.enter(entering, h0)
-            self._drafter.observe(self._captured)
         if self._settings.keep_trace:
-            self._entered.append(entering)
+            self._entered.append([])
+        self._enter(self._entering)
+        if self._drafter is not None:
+            self._drafter.observe(self._captured)
+
+    def _enter(self, nodes: list[Node]) -> None:
+        """Candidates of one position go into stage 0."""
+        h0 = self._executor.begin_cycle(nodes[0].position if nodes else -1, nodes)
+        if self._drafter is not None and nodes:
+            self._drafter.enter(nodes, h0)
+        if self._settings.keep_trace:
+            self._entered[-1].extend(nodes)
+
+    def _draft_chain(self) -> list[Node]:
+        """Draft several positions, one from the other, all for this cycle."""
+        chain = []
+        for _ in range(self._settings.draft_chain):
+            drafted = self._draft()
+            if drafted:
+                self._enter(drafted)
+            chain.extend(drafted)
+        return chain
 
     def _draft(self) -> list[Node]:
         """New candidates behind the frontier: the best W chains. None at the end of the generation."""
@@ -745,9 +771,9 @@ class Generation:
             return []
         with self.timeline.span(DRAFT):
             logits = self._drafter.draft(self.tree).float()
-            if self._settings.draft_top_k == 1:
-                return [self._draft_one(logits[0])]
-            return self._draft_best(logits)
+            drafted = [self._draft_one(logits[0])] if self._settings.draft_top_k == 1 else self._draft_best(logits)
+        self.tree.levels.append(drafted)
+        return drafted
 
     def _draft_one(self, logits: Tensor) -> Node:
         """Continue the chain: the drafter's argmax, or a sample from its distribution q, which is kept."""
@@ -785,23 +811,20 @@ class Generation:
         if completed is None:
             return {}
         row_of = {node: row for row, node in enumerate(completed.ids)}
-        candidates = self.tree.levels[0] if self.tree.levels else []
         done = {
             node: partial(completed.logits, row_of[node.id])
-            for node in (self.tree.root, *candidates)
+            for node in (self.tree.root, *itertools.chain.from_iterable(self.tree.levels))
             if node.id in row_of
         }
         for node in done:
             node.completed = True
         return done
 
-    def _verify(self, due: dict[Node, Callable[[], Tensor]]) -> TokenEvent | None:
-        """Let the completed root verify the position behind it; commit the verdict, roll the losers back."""
-        if self.tree.root not in due:
-            return None
+    def _verify(self, logits: Callable[[], Tensor]) -> TokenEvent:
+        """Let the completed root verify the position behind it, by its logits [V]; commit the verdict, roll back."""
         candidates = self.tree.levels[0] if self.tree.levels else []
         with self.timeline.span(VERIFY):
-            verdict = self._judge(due[self.tree.root](), candidates)
+            verdict = self._judge(logits(), candidates)
         if candidates:
             self.result.verified_by_fill[candidates[0].fill - 1] += 1
             self.result.accepted_by_fill[candidates[0].fill - 1] += verdict.accepted is not None

@@ -321,6 +321,10 @@ class HeadConfig:
             raw["num_aggr_types"] = len(self.aggr_feature_bound)
         return {key: _listed_out(value) for key, value in raw.items() if value is not None}
 
+    def build(self, target_config: PreTrainedConfig) -> SpeculationHead:
+        """An untrained head. ValueError when it does not fit the target."""
+        return (FixedRowHead if self.version == 10 else SpeculationHead)(self, target_config)
+
     def split(self, num_layers: int, num_stages: int | None = None) -> tuple[int, ...]:
         """Stage sizes on a target of `num_layers` layers; `num_stages` picks one of several the head was trained for.
 
@@ -915,8 +919,10 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     return rotated if rest is None else torch.cat([rotated, rest], dim=-1)
 
 
-def new_spec_layers(config: HeadConfig, target_config: PreTrainedConfig) -> nn.ModuleList:
-    """L_s dense full-attention layers in the target family's style (never MoE, never linear attention)."""
+def spec_layer_style(
+    config: HeadConfig, target_config: PreTrainedConfig
+) -> tuple[type[Qwen3SpecLayer | Qwen3_5SpecLayer], PreTrainedConfig]:
+    """Class and configuration of dense full-attention layers in the target family's style (never MoE or linear)."""
     shape = {
         "hidden_size": target_config.hidden_size,
         # Some MoE configurations have no dense MLP width; the checkpoint says which one to use then.
@@ -931,10 +937,13 @@ def new_spec_layers(config: HeadConfig, target_config: PreTrainedConfig) -> nn.M
         "attention_bias": False,
     }
     if target_config.model_type.startswith("qwen3_5"):
-        layer_config = Qwen3_5TextConfig(**shape, layer_types=["full_attention"] * config.num_spec_layers)
-        layer_class = Qwen3_5SpecLayer
-    else:
-        layer_config, layer_class = Qwen3Config(**shape), Qwen3SpecLayer
+        return Qwen3_5SpecLayer, Qwen3_5TextConfig(**shape, layer_types=["full_attention"] * config.num_spec_layers)
+    return Qwen3SpecLayer, Qwen3Config(**shape)
+
+
+def new_spec_layers(config: HeadConfig, target_config: PreTrainedConfig) -> nn.ModuleList:
+    """L_s layers in the target family's style."""
+    layer_class, layer_config = spec_layer_style(config, target_config)
     return nn.ModuleList(layer_class(layer_config, index) for index in range(config.num_spec_layers))
 
 
@@ -1098,11 +1107,6 @@ class FixedRowHead(SpeculationHead):
 
 def _projection(inputs: int, outputs: int) -> nn.Linear:
     return nn.Linear(inputs, outputs, bias=False)
-
-
-def build_head(config: HeadConfig, target_config: PreTrainedConfig) -> SpeculationHead:
-    """An untrained head of the configuration's version. ValueError when it does not fit the target."""
-    return (FixedRowHead if config.version == 10 else SpeculationHead)(config, target_config)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1362,14 +1366,32 @@ def training_loss(
     plan = head.staircase_plan(stage_sizes, fill, exact_fill=exact_fill)
     cos, sin = target.rope(features.shape[1])
     rope = cos[:, : features.shape[1]].to(features.device), sin[:, : features.shape[1]].to(features.device)
-    draft = target.norm(draft_rows(head, features, rope, plan, selected, attention))
-    with torch.no_grad():
-        teacher = target.norm(hidden[selected])
+    draft = draft_rows(head, features, rope, plan, selected, attention)
     best = None if teacher_best is None else teacher_best[selected]
+    return distillation_loss(head, target, draft, hidden[selected], best, temperature)
+
+
+def distillation_loss(
+    head: SpeculationHead,
+    target: Target,
+    draft: Tensor,
+    hidden: Tensor,
+    teacher_best: Tensor | None,
+    temperature: float,
+) -> TrainingLoss:
+    """The loss of P supervised rows: the head's outputs [P, H] and the target's h_L [P, H], both before the norm."""
+    with torch.no_grad():
+        teacher = target.norm(hidden)
     total, counted, agreed = _DistillationKL.apply(
-        draft, head.lm_head.weight, teacher, target.lm_head.weight, head.draft_token_ids, best, temperature
+        target.norm(draft),
+        head.lm_head.weight,
+        teacher,
+        target.lm_head.weight,
+        head.draft_token_ids,
+        teacher_best,
+        temperature,
     )
-    return TrainingLoss(total, counted, supervised.sum(), agreed)
+    return TrainingLoss(total, counted, counted.new_tensor(len(draft)), agreed)
 
 
 def check_base_layers(base_layers: Sequence[int], num_spec_layers: int, target_config: PreTrainedConfig) -> None:
@@ -1398,7 +1420,7 @@ def new_head(
         check_base_layers(base_layers, config.num_spec_layers, target.config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        head = build_head(config, target.config)
+        head = config.build(target.config)
     rows = target.lm_head.weight.detach().float().cpu()
     with torch.no_grad():
         head.lm_head.weight.copy_(rows if config.draft_token_ids is None else rows[list(config.draft_token_ids)])
@@ -1421,10 +1443,13 @@ def save_head(head: SpeculationHead, path: str | Path) -> None:
         torch.save({"state_dict": state, "config": head.config.to_dict()}, file)
 
 
-def read_checkpoint(path: str | Path, *, mapped: bool = False) -> tuple[HeadConfig, dict[str, Tensor]]:
+def read_checkpoint(
+    path: str | Path, config_class: type[HeadConfig] = HeadConfig, *, mapped: bool = False
+) -> tuple[HeadConfig, dict[str, Tensor]]:
     """Configuration and weights of a head checkpoint (a file, or a folder with `speculation_head_final.pt`).
 
-    `mapped` leaves the weights on disk until they are used, for those who want the configuration alone. ValueError, in one line, for a missing, truncated or foreign file and for a wrong configuration.
+    `mapped` leaves the weights on disk until they are used, for those who want the configuration alone. ValueError, in
+    one line, for a missing, truncated or foreign file and for a wrong configuration.
     """
     path = Path(path)
     if path.is_dir():
@@ -1444,22 +1469,24 @@ def read_checkpoint(path: str | Path, *, mapped: bool = False) -> tuple[HeadConf
     if not all(isinstance(entry, Mapping) for entry in entries):
         raise ValueError(f"{str(path)!r} is not a head checkpoint: it must hold mappings 'state_dict' and 'config'")
     try:
-        return HeadConfig.parse(payload["config"]), payload["state_dict"]
+        return config_class.parse(payload["config"]), payload["state_dict"]
     except ValueError as error:
         raise ValueError(f"{str(path)!r}: {error}") from None
 
 
-def load_head(path: str | Path, target: Target) -> SpeculationHead:
+def load_head(path: str | Path, target: Target, config_class: type[HeadConfig] = HeadConfig) -> SpeculationHead:
     """The head of a checkpoint, frozen, in the target's dtype and on its device. ValueError as `read_head`."""
-    return read_head(path, target.config).to(device=target.device, dtype=target.dtype)
+    return read_head(path, target.config, config_class).to(device=target.device, dtype=target.dtype)
 
 
-def read_head(path: str | Path, target_config: PreTrainedConfig) -> SpeculationHead:
+def read_head(
+    path: str | Path, target_config: PreTrainedConfig, config_class: type[HeadConfig] = HeadConfig
+) -> SpeculationHead:
     """The head of a checkpoint, frozen, as it is stored. ValueError as `read_checkpoint`, or if it does not fit."""
-    config, state = read_checkpoint(path)
+    config, state = read_checkpoint(path, config_class)
     try:
         with torch.device("meta"):
-            head = build_head(config, target_config)
+            head = config.build(target_config)
         check_weights(head.state_dict(), state)
     except ValueError as error:
         raise ValueError(f"{str(path)!r}: {error}") from None

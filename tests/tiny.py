@@ -18,7 +18,7 @@ from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5Moe
 from transformers.models.qwen3_moe import Qwen3MoeConfig
 
 from pipeline_inference import Decoder, LocalExecutor, SPDDrafter, TokenTree
-from pipeline_model import HeadConfig, SpeculationHead, Target, auto_anchors, build_head, split_layers
+from pipeline_model import HeadConfig, SpeculationHead, Target, auto_anchors, split_layers
 
 VOCAB = 61
 SHARED = {
@@ -130,7 +130,7 @@ def tiny_head(
         **fields,
     )
     torch.manual_seed(1)
-    return build_head(config, target.config).eval().requires_grad_(False)
+    return config.build(target.config).eval().requires_grad_(False)
 
 
 def spd_decoder(target: Target, head: SpeculationHead, *, use_deepest: bool | None = None, **settings) -> Decoder:

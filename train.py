@@ -120,36 +120,51 @@ def integers(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of integers such as 2,3,6") from None
 
 
+COUNT, POSITIVE, NATURAL = number(int, 1), number(float, 0, above=True), number(int, 0)
+
+
 def build_parser() -> Parser:
     parser = Parser(prog="train.py", description="Train a speculation head for a frozen target model.")
-    count, positive, natural = number(int, 1), number(float, 0, above=True), number(int, 0)
+    add_target_flags(parser, TRAINING_ATTENTION)
+    add_data_flags(parser)
+    add_head_flags(parser)
+    add_optimisation_flags(parser)
+    add_run_flags(parser)
+    return parser
+
+
+def add_target_flags(parser: Parser, attention: Sequence[str]) -> None:
     model = parser.add_argument_group("target")
     model.add_argument("--model_name", required=True, help="target model: a folder or a hub id")
-    model.add_argument("--attn_implementation", default="sdpa", choices=TRAINING_ATTENTION, help="attention kernels")
+    model.add_argument("--attn_implementation", default="sdpa", choices=attention, help="attention kernels")
     model.add_argument("--device_map", choices=["auto"], help="auto: spread the target over a process's GPUs")
     model.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
 
+
+def add_data_flags(parser: Parser) -> None:
     data = parser.add_argument_group("data")
     data.add_argument("--data_path", required=True, action="append", help="file, folder or hub id:split; repeatable")
     data.add_argument("--max_length", type=number(int, 2), default=2048, help="tokens of an example at most")
     data.add_argument(
         "--max_length_overflow", default="truncate", choices=OVERFLOW_POLICIES, help="what happens to longer ones"
     )
-    data.add_argument("--min_length", type=count, default=2, help="tokens; shorter examples are left out")
+    data.add_argument("--min_length", type=COUNT, default=2, help="tokens; shorter examples are left out")
     data.add_argument("--mask_assistant", action=BooleanOptionalAction, default=True, help="learn assistant text only")
     data.add_argument("--val_fraction", type=number(float, 0, 0.5), default=0.01, help="conversations held out")
-    data.add_argument("--val_examples", type=count, default=128, help="held-out examples used at most")
-    data.add_argument("--num_proc", type=count, default=1, help="processes that tokenise")
+    data.add_argument("--val_examples", type=COUNT, default=128, help="held-out examples used at most")
+    data.add_argument("--num_proc", type=COUNT, default=1, help="processes that tokenise")
     data.add_argument("--cache_dir", help="folder of the tokenised data; default: in the cache of datasets")
     data.add_argument(
         "--feature_cache", type=Path, help="folder for the target's hidden states: later epochs skip its pass"
     )
 
+
+def add_head_flags(parser: Parser) -> None:
     head = parser.add_argument_group("head")
     head.add_argument(
         "--num_stages", type=integers, required=True, help="n; several (2,3,6) for one head that fits all"
     )
-    head.add_argument("--num_spec_layers", type=count, default=2, help="layers of the head")
+    head.add_argument("--num_spec_layers", type=COUNT, default=2, help="layers of the head")
     head.add_argument(
         "--version", type=int, default=11, choices=[10, 11], help="of the head; 12 is 11 with --stage_layers"
     )
@@ -175,34 +190,37 @@ def build_parser() -> Parser:
         "default: the paper's, half full, half even, counted from each row",
     )
 
+
+def add_optimisation_flags(parser: Parser) -> None:
     steps = parser.add_argument_group("optimisation")
-    steps.add_argument("--epochs", type=positive, default=1.0, help="passes over the data; fractions work")
-    steps.add_argument("--max_steps", type=count, help="optimiser steps, instead of --epochs")
-    steps.add_argument("--max_minutes", type=positive, help="stop after this wall-clock time, head written")
-    steps.add_argument("--batch_size", type=count, default=8, help="examples per process and micro-batch")
-    steps.add_argument("--gradient_accumulation_steps", type=count, default=8, help="micro-batches per optimiser step")
+    steps.add_argument("--epochs", type=POSITIVE, default=1.0, help="passes over the data; fractions work")
+    steps.add_argument("--max_steps", type=COUNT, help="optimiser steps, instead of --epochs")
+    steps.add_argument("--max_minutes", type=POSITIVE, help="stop after this wall-clock time, head written")
+    steps.add_argument("--batch_size", type=COUNT, default=8, help="examples per process and micro-batch")
+    steps.add_argument("--gradient_accumulation_steps", type=COUNT, default=8, help="micro-batches per optimiser step")
     steps.add_argument("--optimizer", default="adamw", choices=["adamw", "muon"], help="muon: for the layers' matrices")
-    steps.add_argument("--lr", type=positive, default=1e-4, help="peak learning rate")
-    steps.add_argument("--lr_adamw", type=positive, help="with muon: of lm_head, norms and vectors; default: lr / 2")
+    steps.add_argument("--lr", type=POSITIVE, default=1e-4, help="peak learning rate")
+    steps.add_argument("--lr_adamw", type=POSITIVE, help="with muon: of lm_head, norms and vectors; default: lr / 2")
     steps.add_argument("--lr_scheduler", default="linear", choices=SCHEDULES, help="shape after the warm-up")
-    steps.add_argument("--warmup_steps", type=natural, default=100, help="of linear warm-up")
+    steps.add_argument("--warmup_steps", type=NATURAL, default=100, help="of linear warm-up")
     steps.add_argument("--weight_decay", type=number(float, 0), default=0.01, help="of the matrices")
-    steps.add_argument("--max_grad_norm", type=positive, default=1.0, help="gradients are clipped to this norm")
-    steps.add_argument("--temperature", type=positive, default=1.0, help="tau of the distillation loss")
+    steps.add_argument("--max_grad_norm", type=POSITIVE, default=1.0, help="gradients are clipped to this norm")
+    steps.add_argument("--temperature", type=POSITIVE, default=1.0, help="tau of the distillation loss")
     steps.add_argument(
         "--mixed_precision", default="auto", choices=["auto", *TARGET_DTYPES], help="auto: bf16 on CUDA, no on a CPU"
     )
-    steps.add_argument("--seed", type=natural, default=0, help="of initial weights, data order and draws")
+    steps.add_argument("--seed", type=NATURAL, default=0, help="of initial weights, data order and draws")
 
+
+def add_run_flags(parser: Parser) -> None:
     run = parser.add_argument_group("run")
     run.add_argument("--output_dir", type=Path, required=True, help="folder for everything that is written")
     run.add_argument("--resume_from", help="a checkpoint folder, or auto: the newest in output_dir, if any")
-    run.add_argument("--log_interval", type=count, default=10, help="steps between lines of the log")
-    run.add_argument("--eval_interval", type=count, default=500, help="steps between validations; one more at the end")
-    run.add_argument("--save_interval", type=count, default=500, help="steps between checkpoints")
-    run.add_argument("--keep_checkpoints", type=count, default=2, help="newest checkpoints that stay")
+    run.add_argument("--log_interval", type=COUNT, default=10, help="steps between lines of the log")
+    run.add_argument("--eval_interval", type=COUNT, default=500, help="steps between validations; one more at the end")
+    run.add_argument("--save_interval", type=COUNT, default=500, help="steps between checkpoints")
+    run.add_argument("--keep_checkpoints", type=COUNT, default=2, help="newest checkpoints that stay")
     run.add_argument("--tracker", default="none", choices=["none", "tensorboard", "wandb"], help="beside log.jsonl")
-    return parser
 
 
 def check_launch(args: argparse.Namespace) -> None:
@@ -220,10 +238,14 @@ def check_launch(args: argparse.Namespace) -> None:
         for name, value in only_cuda.items():
             if getattr(args, name) == value:
                 raise ValueError(f"--{name} {value} needs a CUDA device, and there is none")
-    if args.init_head is not None and args.spec_init_from_base_layers is not None:
-        raise ValueError("--init_head brings all weights: leave --spec_init_from_base_layers out")
     if args.lr_adamw is not None and args.optimizer != "muon":
         raise ValueError("--lr_adamw belongs to --optimizer muon: set --lr alone")
+
+
+def check_head_flags(args: argparse.Namespace) -> None:
+    """ValueError for flags of the head that contradict each other."""
+    if args.init_head is not None and args.spec_init_from_base_layers is not None:
+        raise ValueError("--init_head brings all weights: leave --spec_init_from_base_layers out")
     other_version = "shallow_hidden_layer_indices" if args.version == 11 else "aggr_feature_bound"
     if getattr(args, other_version) != "auto":
         raise ValueError(f"--{other_version} does not belong to --version {args.version}: leave one of them out")
@@ -266,6 +288,20 @@ def read_layers(args: argparse.Namespace, stage_sizes: Sequence[int]) -> dict[st
         raise ValueError(f"--aggr_feature_bound {error}") from None
 
 
+def target_entries(args: argparse.Namespace, target: PreTrainedConfig) -> dict[str, object]:
+    """The entries of a head's configuration that say which target and draft vocabulary it is for."""
+    entries = {
+        "hidden_size": target.hidden_size,
+        "vocab_size": target.vocab_size,
+        "base_model_path": args.model_name,
+        "model_type": target.model_type,
+    }
+    if args.draft_vocab_json is None:
+        return entries
+    ids = read_draft_vocab(args.draft_vocab_json, target.vocab_size)
+    return entries | {"draft_token_ids": ids, "draft_vocab_size": len(ids)}
+
+
 def head_config(args: argparse.Namespace, target: PreTrainedConfig) -> HeadConfig:
     """The head that the arguments describe. ValueError for one that cannot be."""
     stages = tuple(sorted(set(args.num_stages)))
@@ -276,8 +312,7 @@ def head_config(args: argparse.Namespace, target: PreTrainedConfig) -> HeadConfi
     split_layers(target.num_hidden_layers, stages[0])
     raw = {
         "version": args.version if stage_layers is None or args.version == 10 else 12,
-        "hidden_size": target.hidden_size,
-        "vocab_size": target.vocab_size,
+        **target_entries(args, target),
         "num_stages": stages[-1],
         "num_spec_layers": args.num_spec_layers,
         **read_layers(args, sizes),
@@ -285,12 +320,7 @@ def head_config(args: argparse.Namespace, target: PreTrainedConfig) -> HeadConfi
         "stage_layers": stage_layers,
         "spec_init_from_base_layers": args.spec_init_from_base_layers,
         "trained_num_stages": stages if len(stages) > 1 else None,
-        "base_model_path": args.model_name,
-        "model_type": target.model_type,
     }
-    if args.draft_vocab_json is not None:
-        ids = read_draft_vocab(args.draft_vocab_json, target.vocab_size)
-        raw |= {"draft_token_ids": ids, "draft_vocab_size": len(ids)}
     config = HeadConfig.parse(raw)
     config.check_target(target)
     if args.spec_init_from_base_layers is not None:
@@ -379,12 +409,12 @@ class Trainer:
         self,
         args: argparse.Namespace,
         accelerator: Accelerator,
-        target: Target,
-        head: SpeculationHead,
+        loss: HeadLoss,
         data: ConversationData,
         collator: PadCollator,
     ):
-        self.args, self.accelerator, self.target, self.head = args, accelerator, target, head
+        self.args, self.accelerator = args, accelerator
+        self.loss, self.head, self.target = loss, loss.head, loss.target
         self.data, self.collator = data, collator
         self.started = time.monotonic()
         micro_batches = args.gradient_accumulation_steps * accelerator.num_processes
@@ -395,20 +425,12 @@ class Trainer:
             self.warmup = self.total_steps // 10
             self.say(f"--warmup_steps lowered to {self.warmup}: the run has only {self.total_steps} steps")
 
-        stages = head.config.trained_num_stages or (head.config.num_stages,)
-        self.exact_fill = args.fill_alpha is not None
-        self.splits = {n: head.config.split(target.num_layers, n) for n in stages}
-        flex = args.attn_implementation == "flex_attention"
-        self.loss = HeadLoss(
-            head,
-            target,
-            temperature=args.temperature,
-            exact_fill=self.exact_fill,
-            attention="flex_attention" if flex else "sdpa",
-        )
-        self.model = accelerator.prepare(self.loss)
+        config = self.head.config
+        stages = config.trained_num_stages or (config.num_stages,)
+        self.splits = {n: config.split(self.target.num_layers, n) for n in stages}
+        self.model = accelerator.prepare(loss)
         lrs = {"lr": args.lr, "lr_adamw": args.lr_adamw}
-        self.optimizers = build_optimizers(head, args.optimizer, **lrs, weight_decay=args.weight_decay)
+        self.optimizers = build_optimizers(self.head, args.optimizer, **lrs, weight_decay=args.weight_decay)
         # Losses are sums, so gradients are large already: fp16 starts with a low scale.
         fp16 = accelerator.mixed_precision == "fp16"
         self.scaler = torch.amp.GradScaler(accelerator.device.type, init_scale=2.0**8, enabled=fp16)
@@ -521,9 +543,9 @@ class Trainer:
         Muon moves a matrix by the same amount however small its momentum has become: a type that is rare would wander
         off along the gradient of its last batch.
         """
-        used = set()
+        used, exact_fill = set(), self.args.fill_alpha is not None
         for n, fill in set(self.draw_fills(step)):
-            used |= self.head.staircase_plan(self.splits[n], fill, exact_fill=self.exact_fill).keys()
+            used |= self.head.staircase_plan(self.splits[n], fill, exact_fill=exact_fill).keys()
         for kind, projections in enumerate(self.head.projections):
             if kind not in used:
                 for projection in projections:
@@ -682,7 +704,7 @@ class Trainer:
     def restore(self, checkpoint: Path) -> None:
         """Go on from a checkpoint. ValueError when it is damaged or belongs to a run with other settings or data."""
         state = read_state(checkpoint, self.identity())
-        self.head.load_state_dict(read_checkpoint(checkpoint)[1])
+        self.head.load_state_dict(read_checkpoint(checkpoint, type(self.head.config))[1])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         if self.scaler.is_enabled():
@@ -759,12 +781,29 @@ def main(args: argparse.Namespace) -> int:
     """Train; returns the exit code of `Trainer.run`. ValueError, in one line, for what the user has to mend."""
     quiet_libraries()
     check_launch(args)
+    check_head_flags(args)
     config_of_target = target_config(args)
     config = head_config(args, config_of_target)
+
+    def make_loss(target: Target) -> HeadLoss:
+        head = new_head(config, target, args.spec_init_from_base_layers, args.seed)
+        if args.init_head is not None:
+            start_from(head, args.init_head)
+        attention = "flex_attention" if args.attn_implementation == "flex_attention" else "sdpa"
+        settings = {"exact_fill": args.fill_alpha is not None, "attention": attention}
+        return HeadLoss(head, target, temperature=args.temperature, **settings)
+
+    return run_training(args, config_of_target, make_loss)
+
+
+def run_training(
+    args: argparse.Namespace, config_of_target: PreTrainedConfig, make_loss: Callable[[Target], HeadLoss]
+) -> int:
+    """Data, target, head, and the run; returns its exit code. `make_loss` makes the head and its loss."""
     checkpoint = find_checkpoint(args.resume_from, args.output_dir)
     tokenizer = load_tokenizer(args.model_name, args.trust_remote_code)
-    if len(tokenizer) > config.vocab_size:
-        raise ValueError(f"the tokenizer has {len(tokenizer)} tokens, the target only {config.vocab_size}")
+    if len(tokenizer) > config_of_target.vocab_size:
+        raise ValueError(f"the tokenizer has {len(tokenizer)} tokens, the target only {config_of_target.vocab_size}")
 
     on_cpu = not torch.cuda.is_available()
     precision = ("no" if on_cpu else "bf16") if args.mixed_precision == "auto" else args.mixed_precision
@@ -781,14 +820,11 @@ def main(args: argparse.Namespace) -> int:
         remove_unfinished(args.output_dir)
     data = load_data(args, accelerator, tokenizer)
     target = load_target(args, accelerator, TARGET_DTYPES[precision], config_of_target.num_hidden_layers)
-    head = new_head(config, target, args.spec_init_from_base_layers, args.seed)
-    if args.init_head is not None:
-        start_from(head, args.init_head)
     collator = PadCollator(0 if tokenizer.pad_token_id is None else tokenizer.pad_token_id)
     if args.tracker != "none":
         settings = {name: str(value) for name, value in vars(args).items()}
         accelerator.init_trackers("speculation_head", settings, {"wandb": {"dir": str(args.output_dir)}})
-    code = Trainer(args, accelerator, target, head, data, collator).run(checkpoint)
+    code = Trainer(args, accelerator, make_loss(target), data, collator).run(checkpoint)
     accelerator.end_training()
     return code
 

@@ -40,7 +40,7 @@ def build_parser() -> Parser:
     data.add_argument("--data_dir", type=Path, default=Path(__file__).parent / "eval_data", help="folder of data sets")
     data.add_argument("--datasets", nargs="+", help="folders there; unset: the official sets, or else the demo's")
     data.add_argument("--prompts_per_dataset", type=int, help="the first so many prompts of each; unset: all")
-    data.add_argument("--no_chat_template", action="store_true", help="send prompts raw, not as a user's turn")
+    data.add_argument("--no_chat_template", "--no-chat_template", action="store_true", help="send prompts raw")
     data.add_argument("--enable_thinking", action=BooleanOptionalAction, help="unset: as the chat template has it")
     decoding = parser.add_argument_group("decoding (* takes several values: one run for every combination)")
     decoding.add_argument("--max_new_tokens", type=int, default=512, help="new tokens at most")

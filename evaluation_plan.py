@@ -177,11 +177,15 @@ class Planner:
         args, head = self.args, self.heads[path]
         sampling = Sampling(temperature, args.top_k, args.top_p)
         num_layers = self.config.num_hidden_layers
+        try:
+            stage_sizes = head.split(num_layers, num_stages)
+        except ValueError as error:
+            raise ValueError(f"{path!r}: {error}") from None
         run = Run(
             sampling=sampling,
             max_new_tokens=args.max_new_tokens,
             seed=args.seed,
-            stage_sizes=head.split(num_layers, num_stages),
+            stage_sizes=stage_sizes,
             spec_head_ckpt=path,
             num_spec_layers=head.num_spec_layers,
             draft_top_k=width,

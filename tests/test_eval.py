@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from itertools import count
 from pathlib import Path
 
@@ -19,6 +20,7 @@ import evaluation_files
 import evaluation_plan
 import pipeline_inference
 from eval import build_parser, main
+from evaluation_data import Sample
 from evaluation_metrics import METRICS, spd_costs, summarise
 from evaluation_plan import Planner, parse_devices, split_name
 from evaluation_workers import Evaluator, sample_seed
@@ -199,14 +201,19 @@ def test_flags_reach_the_decoder(files, tmp_path, monkeypatch):
     generate = Decoder.generate
 
     def record(self, prompt, max_new_tokens):
-        seen.append((self, max_new_tokens))
+        seen.append((self, max_new_tokens, self.seed))
         return generate(self, prompt, max_new_tokens)
 
     monkeypatch.setattr(Decoder, "generate", record)
     flags = ["--temperature", "0.5", "--top_k", "7", "--top_p", "0.9", "--no-use_deepest", "--dtype", "bfloat16"]
-    assert evaluate(files, tmp_path, *flags, "--max_new_tokens", "5", "--attn_implementation", "eager") == 0
-    assert {decoder.sampling for decoder, _ in seen} == {Sampling(0.5, 7, 0.9)}
-    assert max(limit for _, limit in seen) == 5
+    assert (
+        evaluate(files, tmp_path, *flags, "--seed", "3", "--max_new_tokens", "5", "--attn_implementation", "eager") == 0
+    )
+    assert {decoder.sampling for decoder, _, _ in seen} == {Sampling(0.5, 7, 0.9)}
+    assert max(limit for _, limit, _ in seen) == 5
+    samples = [Sample(name, index, "", ()) for name, prompts in SETS.items() for index in range(len(prompts))]
+    seeds = Counter(seed for _, _, seed in seen)
+    assert all(seeds[sample_seed(3, sample)] >= 2 for sample in samples)  # the baseline and the pipeline
     decoder = seen[-1][0]
     assert decoder.drafter.use_deepest is False
     assert decoder.executor.target.dtype == torch.bfloat16
@@ -236,8 +243,6 @@ def test_samples_draw_the_same_in_any_company(files, tmp_path, no_plots):
 
 def test_sample_seeds_differ():
     """Guards against samples, or seeds, that draw the same numbers; and seeds that no generator takes."""
-    from evaluation_data import Sample
-
     samples = [Sample(dataset, index, "", (1,)) for dataset in ("a", "b") for index in range(20)]
     seeds = {sample_seed(seed, sample) for seed in (0, 1, -5) for sample in samples}
     assert len(seeds) == 120
@@ -556,7 +561,7 @@ BAD_FLAGS = [
     (["--top_p", "0"], "top_p is 0.0"),
     (["--draft_top_k", "1", "0"], "draft_top_k is 0"),
     (["--draft_top_k", "2", "--attn_implementation", "flash_attention_2"], "use sdpa"),
-    (["--num_stages", "3"], "num_stages is 3, but the head was trained for 2"),
+    (["--num_stages", "3"], "head': num_stages is 3, but the head was trained for 2"),
     (["--gpus", "99"], "--gpus has 99, but this machine has"),
     (["--gpus", "first"], "--gpus has 'first': give GPU ids (0 1 2), cpu, or auto alone"),
     (["--gpus", "-1"], "--gpus has '-1'"),

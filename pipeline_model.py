@@ -981,12 +981,15 @@ class SpeculationHead(nn.Module):
         config.check_target(target_config)
         self.config = config
         self._add_projections()
-        self.spec_layers = new_spec_layers(config, target_config)
+        self._add_layers(target_config)
         self.lm_head = _projection(config.hidden_size, config.draft_vocab_size)
 
     def _add_projections(self) -> None:
         hidden, types = self.config.hidden_size, len(self.config.aggr_feature_bound)
         self.aggr_projs = nn.ModuleList(_projection((k + 1) * hidden, hidden) for k in range(types))
+
+    def _add_layers(self, target_config: PreTrainedConfig) -> None:
+        self.spec_layers = new_spec_layers(self.config, target_config)
 
     @cached_property
     def draft_token_ids(self) -> Tensor | None:

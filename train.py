@@ -390,6 +390,11 @@ class HeadLoss(nn.Module):
         touched = sum(projection.weight[0, 0] for kind in self.head.projections for projection in kind)
         return loss._replace(total=loss.total + 0.0 * touched)
 
+    @property
+    def identity(self) -> dict[str, object]:
+        """What else than the trainer's own flags has to be the same in a continued run."""
+        return {}
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The run
@@ -684,6 +689,7 @@ class Trainer:
             "training examples": len(self.data.train),
             "training tokens": int(self.order.lengths.sum()),
             "head": self.head.config.to_dict() | {"base_model_path": ""},  # the target may have moved
+            **self.loss.identity,
         }
 
     def save(self) -> None:

@@ -587,6 +587,15 @@ def check_limits(max_new_tokens: int, draft_top_k: int) -> None:
         raise ValueError(f"draft_top_k is {draft_top_k}: the draft tree must be at least 1 wide")
 
 
+def check_length(prompt_length: int, max_new_tokens: int, max_positions: int) -> None:
+    """ValueError for a generation past the target's position limit."""
+    if prompt_length + max_new_tokens > max_positions:
+        raise ValueError(
+            f"prompt ({prompt_length} tokens) and max_new_tokens ({max_new_tokens}) pass the target's limit of "
+            f"{max_positions} positions: shorten the prompt or lower max_new_tokens"
+        )
+
+
 def check_attention(attn_implementation: str, draft_top_k: int) -> None:
     """ValueError for attention kernels that cannot run a draft tree."""
     if attn_implementation.startswith("flash") and draft_top_k > 1:
@@ -649,11 +658,8 @@ class Decoder:
         if not prompt:
             raise ValueError("the prompt is empty: give at least one token")
         check_limits(max_new_tokens, self.draft_top_k)
-        if self.max_positions is not None and len(prompt) + max_new_tokens > self.max_positions:
-            raise ValueError(
-                f"prompt ({len(prompt)} tokens) and max_new_tokens ({max_new_tokens}) pass the target's limit of "
-                f"{self.max_positions} positions: shorten the prompt or lower max_new_tokens"
-            )
+        if self.max_positions is not None:
+            check_length(len(prompt), max_new_tokens, self.max_positions)
 
 
 class Generation:
@@ -943,7 +949,7 @@ class Demo:
             "seed": args.seed,
         }
         self.standard = Decoder(LocalExecutor(self.target, (self.target.num_layers,)), **shared)
-        self.pipeline = None
+        self.pipeline, self.spec_layers = None, 0
         if config is not None:
             head = load_head(args.spec_head_ckpt, self.target)
             sizes = config.split(self.target.num_layers)
@@ -989,16 +995,7 @@ class Demo:
         return f"\033[{codes[style]}m{text}\033[0m" if self.color else text
 
     def print_generation(self, name: str, result: GenerationResult) -> None:
-        speed = f"{result.tokens_per_second:.1f} tokens/s" if result.cycles else "no decode step"
-        head = f"[{name}] {len(result.tokens)} tokens ({result.stop_reason}), {speed}, {result.cycles} cycles"
-        if result.alpha is not None:
-            sizes = result.stage_sizes
-            theory = result.theoretical_speedup(self.spec_layers)
-            head += (
-                f", n = {len(sizes)}, alpha {result.alpha:.2f} ({result.n_accepted}/{result.n_verified}), "
-                f"L_acc {result.equivalent_accept_length:.2f}, theoretical speed-up {theory:.2f}x"
-            )
-        print(self.paint(head, "bold"))
+        print(self.paint(result_line(name, result, self.spec_layers), "bold"))
         print(self.text(result, colored=name == "pipeline"))
 
     def text(self, result: GenerationResult, colored: bool) -> str:
@@ -1025,6 +1022,19 @@ class Demo:
         gap = logit_gap(self.standard.executor, prefix, standard.tokens[at], result.tokens[at])
         print(f"[compare] ids DIFFER from token {at}: logit gap {gap:.3g} between the two, {self.target.dtype}")
         return self.target.dtype == torch.float32
+
+
+def result_line(name: str, result: GenerationResult, num_spec_layers: int) -> str:
+    """Counts and speeds of a generation in one line."""
+    speed = f"{result.tokens_per_second:.1f} tokens/s" if result.cycles else "no decode step"
+    line = f"[{name}] {len(result.tokens)} tokens ({result.stop_reason}), {speed}, {result.cycles} cycles"
+    if result.alpha is None:
+        return line
+    return (
+        f"{line}, n = {len(result.stage_sizes)}, alpha {result.alpha:.2f} ({result.n_accepted}/{result.n_verified}), "
+        f"L_acc {result.equivalent_accept_length:.2f}, "
+        f"theoretical speed-up {result.theoretical_speedup(num_spec_layers):.2f}x"
+    )
 
 
 @torch.inference_mode()

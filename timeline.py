@@ -65,9 +65,11 @@ class Timeline:
         self._open: list[tuple[str, object, object]] = []
         self._unread: list[tuple[int, list]] = []
         self.began = time.time()  # wall-clock time from which spans count
+        self._host_origin = time.perf_counter()
         self._origin = self._now()
         self._cycles: list[dict[str, float]] = []  # row -> seconds, of each cycle
         self.spans: list[Span] = []
+        self.cycle_ends: list[float] = []  # seconds on the host's clock
 
     def _now(self):
         if not self._cuda:
@@ -85,6 +87,7 @@ class Timeline:
 
     def end_cycle(self) -> None:
         """Close the running cycle; the next span belongs to the next one."""
+        self.cycle_ends.append(time.perf_counter() - self._host_origin)
         self._unread.append((self._cycle, self._open))
         self._cycle, self._open = self._cycle + 1, []
         if len(self._unread) > (EVENT_LAG if self._cuda else 0):

@@ -78,11 +78,11 @@ class _Buffer:
 class Outbox:
     """Sends to one rank.
 
-    header_size: most integers of a header; payload_size: most elements of a payload.
+    header_size: most integers of a header; payload_size: most elements of a payload; timeout: for a message to leave.
     """
 
-    def __init__(self, wires: Wires, link: Link, peer: int, header_size: int, payload_size: int):
-        self._wires, self._link, self._peer = wires, link, peer
+    def __init__(self, wires: Wires, link: Link, peer: int, header_size: int, payload_size: int, timeout: timedelta):
+        self._wires, self._link, self._peer, self._timeout = wires, link, peer, timeout
         self._buffers = [_Buffer(wires, header_size + 1, payload_size) for _ in range(RING)]
         self._next = 0
         self._bulk: list[tuple[dist.Work, Tensor]] = []  # sends under way, with their memory
@@ -94,14 +94,13 @@ class Outbox:
         """
         buffer = self._buffers[self._next]
         self._next = (self._next + 1) % RING
-        self._wait(buffer.works)
+        self._finish(buffer.works)
         size = 0
         for part in parts:
             buffer.payload[size : size + part.numel()].view(part.shape).copy_(part, non_blocking=True)
             size += part.numel()
         buffer.header[0] = size
         buffer.header[1 : 1 + len(header)] = header
-        buffer.works = []
         try:
             if size and self._wires.nccl is not None:
                 buffer.works.append(dist.isend(buffer.payload[:size], self._peer, group=self._wires.nccl[self._link]))
@@ -110,7 +109,7 @@ class Outbox:
             message = buffer.message(size)
             buffer.works.append(dist.isend(message, self._peer, group=self._wires.gloo, tag=2 * self._link))
         except RuntimeError as error:
-            raise _lost(self._peer, error) from error
+            raise lost_rank(self._peer, error) from error
 
     def send_bulk(self, tensor: Tensor) -> None:
         """Send a tensor of any size, whose shape and dtype the receiver knows. Does not wait."""
@@ -123,20 +122,23 @@ class Outbox:
                 flat = tensor.view(-1).view(torch.uint8)
                 work = dist.isend(flat, self._peer, group=self._wires.gloo, tag=2 * self._link + 1)
         except RuntimeError as error:
-            raise _lost(self._peer, error) from error
+            raise lost_rank(self._peer, error) from error
         self._bulk.append((work, tensor))
 
-    def flush_bulk(self) -> None:
-        """Wait until the bulk messages are out; their memory is free then."""
-        self._wait([work for work, _ in self._bulk])
+    def flush(self) -> None:
+        """Wait until everything is out; the memory of bulk messages is free then."""
+        for buffer in self._buffers:
+            self._finish(buffer.works)
+        self._finish([work for work, _ in self._bulk])
         self._bulk.clear()
 
-    def _wait(self, works: Sequence[dist.Work]) -> None:
+    def _finish(self, works: list[dist.Work]) -> None:
+        """Wait for sends, each once: gloo would wait for another one."""
         try:
-            for work in works:
-                work.wait()
+            while works:
+                works.pop(0).wait(self._timeout)
         except RuntimeError as error:
-            raise _lost(self._peer, error) from error
+            raise lost_rank(self._peer, error, self._timeout) from error
 
 
 class Inbox:
@@ -153,7 +155,7 @@ class Inbox:
         try:
             buffer.works = [dist.irecv(buffer.bytes, self._peer, group=self._wires.gloo, tag=2 * self._link)]
         except RuntimeError as error:
-            raise _lost(self._peer, error) from error
+            raise lost_rank(self._peer, error) from error
 
     def receive(self, timeout: timedelta) -> tuple[list[int], Tensor]:
         """The next message: its header (with zeros behind it), and its payload, flat, which is valid until the next
@@ -191,11 +193,11 @@ class Inbox:
         try:
             work.wait(timeout)
         except RuntimeError as error:
-            raise _lost(self._peer, error, timeout) from error
+            raise lost_rank(self._peer, error, timeout) from error
 
 
-def _lost(peer: int, error: RuntimeError, timeout: timedelta | None = None) -> LostRank:
+def lost_rank(peer: int, error: RuntimeError, timeout: timedelta | None = None) -> LostRank:
     """What gloo's complaint means: a peer that is too slow, or one whose connection is gone."""
     if timeout is not None and "timed out" in str(error).lower():
-        return LostRank(peer, f"sent nothing for {timeout.total_seconds():g} s")
+        return LostRank(peer, f"did not answer for {timeout.total_seconds():g} s")
     return LostRank(peer, "closed its connection: it was killed, or ended with an error of its own")

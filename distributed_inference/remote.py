@@ -52,6 +52,7 @@ class Pipeline:
         """Send the other ranks home."""
         self.finish()
         self.outbox.send([Kind.STOP])
+        self.outbox.flush()
 
 
 class _Flight:
@@ -126,7 +127,7 @@ class RemoteExecutor:
         features = torch.cat([self._receive_anchors(len(chunk), captured) for chunk, captured in sent])
         output = _Arrival(self._last, _Flight(0, (root,)), partial(self._receive, captured=()))
         logits = output.row_logits(0)
-        self._pipeline.outbox.flush_bulk()
+        self._pipeline.outbox.flush()
         return PromptOutput(logits, features)
 
     def _send_chunk(self, tokens: Tensor, chunk: range) -> dict[int, Tensor]:

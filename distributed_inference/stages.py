@@ -34,7 +34,8 @@ class Setup:
     decode_timeout: timedelta
 
     def outbox(self, link: Link, peer: int, payload_rows: int) -> Outbox:
-        return Outbox(self.wires, link, peer, self.header_size(link), self.width * payload_rows)
+        timeout = max(self.prefill_timeout, self.decode_timeout)
+        return Outbox(self.wires, link, peer, self.header_size(link), self.width * payload_rows, timeout)
 
     def inbox(self, link: Link, peer: int, payload_rows: int) -> Inbox:
         return Inbox(self.wires, link, peer, self.header_size(link), self.width * payload_rows)
@@ -119,6 +120,8 @@ class StageServer:
             if kind is not Kind.BATCH and self._forward is not None:
                 self._forward.send(header)
             if kind is Kind.STOP:
+                if self._forward is not None:
+                    self._forward.flush()
                 return
             if kind is Kind.START:
                 self._prefill(Start.parse(header))
@@ -147,9 +150,9 @@ class StageServer:
             self._up.send([0, 1], self._output(hidden[-1:]))
         if self._lm_head is not None:
             self._lm_head.work(0, 1, self._setup.prefill_timeout)
-        self._up.flush_bulk()
+        self._up.flush()
         if self._forward is not None:
-            self._forward.flush_bulk()
+            self._forward.flush()
 
     def _cycle(self, batch: Batch, payload: Tensor) -> None:
         """Run the batch, if there is one, and pass everything on; then this rank's rows of a split lm_head."""
@@ -187,7 +190,7 @@ class StageServer:
         self._up.send([len(spans), 0])
         if spans:
             self._up.send_bulk(torch.tensor(spans, dtype=torch.float64))
-            self._up.flush_bulk()
+            self._up.flush()
 
 
 class _SplitLmHead:

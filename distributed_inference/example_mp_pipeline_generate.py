@@ -1,0 +1,92 @@
+"""Speculative pipeline decoding with a rank a stage: prints what the pipeline generates for some prompts.
+
+    torchrun --standalone --nproc_per_node=5 distributed_inference/example_mp_pipeline_generate.py \\
+        --spec_head_ckpt speculation_head_final.pt --base_model_path Qwen/Qwen3-4B --rank_gpus 0,1,2,3,4 \\
+        --prompt "What is the capital of France?"
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from distributed_inference.cycle_profile import Cycle, by_fill, cycles, table
+from distributed_inference.launch import Checked, Lead, RankParser, add_arguments, run_rank
+from pipeline_inference import encode_prompt, load_tokenizer, result_line
+from script_utils import run_record, write_json
+from timeline import stage_row, write_trace
+
+
+def build_parser() -> RankParser:
+    parser = RankParser(description="Speculative pipeline decoding with a rank a stage; start it with torchrun.")
+    parser.add_argument("--prompt", nargs="+", action="extend", required=True, help="one or more prompts; repeatable")
+    add_arguments(parser)
+    return parser
+
+
+class Example:
+    """Decodes the prompts one after the other and streams their text."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args = args
+        self._tokens: list[int] = []  # of the generation under way, all verified
+        self._shown = ""
+
+    def prepare(self, checked: Checked) -> None:
+        args = self.args
+        self.tokenizer = load_tokenizer(args.base_model_path, args.trust_remote_code)
+        self.prompts = [
+            (prompt, encode_prompt(self.tokenizer, prompt, chat_template=args.chat_template)) for prompt in args.prompt
+        ]
+        for _, ids in self.prompts:
+            checked.check_prompt(ids)
+
+    def run(self, lead: Lead) -> int:
+        args, decoder = self.args, lead.speculative
+        lead.warm_up(self.prompts[0][1], decoder)
+        profile: list[Cycle] = []
+        traces = {}
+        for number, (prompt, ids) in enumerate(self.prompts, start=1):
+            print(f"\nPrompt {number}/{len(self.prompts)}: {prompt}", flush=True)
+            self._tokens, self._shown = [], ""
+            generation = decoder.start(ids, args.max_new_tokens)
+            for event in generation:
+                self._tokens.append(event.token)
+                self._stream()
+            self._tokens = []
+            print(f"\n{result_line('pipeline', generation.result, lead.checked.head.num_spec_layers)}", flush=True)
+            own_stage = stage_row(0) if lead.layout.colocated else None
+            profile += cycles(generation.timeline, decoder.executor.fills, own_stage)
+            if args.trace:
+                traces[f"prompt {number}"] = generation.trace(self.tokenizer)
+        if args.profile_timing:
+            rows = by_fill(profile)
+            print(f"\n{table(rows)}")
+            write_json(args.profile_timing, {"by_fill": rows} | run_record(args))
+        if traces:
+            write_trace(args.trace, traces)
+            print(f"\nTrace written to {args.trace}: open it at ui.perfetto.dev")
+        return 0
+
+    def _stream(self) -> None:
+        """Print what the tokens so far settle of the text."""
+        text = self.tokenizer.decode(self._tokens, skip_special_tokens=True)
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # half a character: its other tokens are on their way
+            print(text.removeprefix(self._shown), end="", flush=True)
+            self._shown = text
+
+    def last_words(self) -> None:
+        if self._tokens:
+            print(f"\n[stopped] {len(self._tokens)} tokens were verified: {self._tokens}", flush=True)
+
+
+def main() -> NoReturn:
+    run_rank(Example, build_parser())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,391 @@
+"""What both scripts share: flags, the start of a rank, its role, and how it ends when something fails.
+
+    rank 0      builds decoders over the pipeline and hands them to the script
+    the others  serve a stage until rank 0 stops them
+
+Exit codes: 0; 2 for what the user can mend, said once a machine; 1 when a rank failed or was lost, said by every
+survivor with the reason of the first one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import threading
+import traceback
+from argparse import BooleanOptionalAction
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
+
+import torch
+from transformers import PreTrainedConfig
+
+from distributed_inference.layout import DRAFT_RANK, LM_HEAD_PLACES, Layout, parse_gpus
+from distributed_inference.links import LostRank
+from distributed_inference.remote import Pipeline, RemoteExecutor
+from distributed_inference.stages import Setup, StageServer
+from distributed_inference.startup import Environment, Group, check_same, code_version, short_sha256
+from evaluation_files import checkpoint_file
+from pipeline_inference import Decoder, Drafter, Sampling, SPDDrafter, check_attention, check_length, check_limits
+from pipeline_model import (
+    ATTN_IMPLEMENTATIONS,
+    CachePlan,
+    HeadConfig,
+    SpeculationHead,
+    StageCache,
+    Target,
+    load_head,
+    load_target_config,
+    parse_stage_layers,
+    read_checkpoint,
+    split_layers,
+)
+from script_utils import DTYPES, Parser, first_line, quiet_libraries, resolve_dtype
+
+
+class RankParser(Parser):
+    """A parser whose errors, which are the same on every rank, are printed once a machine."""
+
+    def error(self, message: str) -> NoReturn:
+        if not speaks_for_machine():
+            self.exit(2)
+        super().error(message)
+
+
+def speaks_for_machine() -> bool:
+    """Whether this is the rank that says what every rank could say."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def add_arguments(parser: Parser) -> None:
+    """The flags of a pipeline; what to decode is the script's."""
+    model = parser.add_argument_group("model")
+    model.add_argument("--base_model_path", required=True, help="target model: a folder or a hub id")
+    model.add_argument("--spec_head_ckpt", required=True, help="head checkpoint, a file or a folder")
+    model.add_argument("--dtype", default="auto", choices=["auto", *DTYPES], help="auto: float32 on a CPU, or bfloat16")
+    model.add_argument("--attn_implementation", default="sdpa", choices=ATTN_IMPLEMENTATIONS, help="attention kernels")
+    model.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
+    ranks = parser.add_argument_group("ranks")
+    ranks.add_argument("--num_stages", type=int, help="n, for a head trained for several; unset: the head's")
+    ranks.add_argument("--stage_layers", help='another split than the head\'s, "8;22": exact, but fewer drafts fit')
+    ranks.add_argument("--colocate_draft", action="store_true", help="rank 0 runs the first stage, too: n ranks")
+    ranks.add_argument("--rank_gpus", help='GPU of each rank, "0,1,2", or cpu; unset: LOCAL_RANK, or the CPU')
+    ranks.add_argument("--dist_backend", choices=["nccl", "gloo"], help="payloads; unset: nccl on GPUs, gloo on CPUs")
+    ranks.add_argument("--lm_head", default="draft", choices=LM_HEAD_PLACES, help="rank that computes the logits")
+    ranks.add_argument("--load_timeout_sec", type=float, default=1800, help="for loading, and finding each other")
+    ranks.add_argument("--prefill_timeout_sec", type=float, default=300, help="for a message while a prompt is run")
+    ranks.add_argument("--decode_timeout_sec", type=float, default=60, help="for a message in a cycle")
+    decoding = parser.add_argument_group("decoding")
+    decoding.add_argument("--max_new_tokens", type=int, default=100, help="new tokens at most")
+    decoding.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
+    decoding.add_argument("--top_k", type=int, default=0, help="0: off")
+    decoding.add_argument("--top_p", type=float, default=1.0, help="1: off")
+    decoding.add_argument("--seed", type=int, default=0, help="of every random draw")
+    decoding.add_argument("--draft_top_k", type=int, default=1, help="W, width of the draft tree; 1: a chain")
+    decoding.add_argument("--verify_lag", type=int, default=0, choices=[0, 1], help="1: verify beside the next cycle")
+    decoding.add_argument("--verify", action=BooleanOptionalAction, default=True, help="off: accept every draft")
+    decoding.add_argument("--use_deepest", action=BooleanOptionalAction, help="as the head was trained, unless set")
+    decoding.add_argument("--chat_template", action=BooleanOptionalAction, default=True, help="send a user's turn")
+    decoding.add_argument("--threads", type=int, default=1, help="CPU threads of a rank")
+    measuring = parser.add_argument_group("measuring")
+    measuring.add_argument("--warmup_iters", type=int, default=1, help="unrecorded generations before the first one")
+    measuring.add_argument(
+        "--profile_timing",
+        nargs="?",
+        const="profile_timing.json",
+        metavar="FILE",
+        help="print where a cycle's time goes, and write it (bare: profile_timing.json)",
+    )
+    measuring.add_argument("--trace", metavar="FILE", help="write a Chrome/Perfetto trace of all ranks")
+
+
+class Checked:
+    """What one rank knows before anything is loaded. ValueError for everything that cannot work."""
+
+    def __init__(self, args: argparse.Namespace, environment: Environment):
+        self.sampling, self.max_new_tokens = Sampling(args.temperature, args.top_k, args.top_p), args.max_new_tokens
+        check_limits(args.max_new_tokens, args.draft_top_k)
+        check_attention(args.attn_implementation, args.draft_top_k)
+        for name in ("load_timeout_sec", "prefill_timeout_sec", "decode_timeout_sec"):
+            if not 0 < getattr(args, name) < float("inf"):
+                raise ValueError(f"--{name} is {getattr(args, name)}: it must be a positive number of seconds")
+        if args.warmup_iters < 0 or args.threads < 1:
+            raise ValueError(
+                f"--warmup_iters is {args.warmup_iters} and --threads {args.threads}: at least 0 and 1 are needed"
+            )
+        for name in ("profile_timing", "trace"):
+            path = getattr(args, name)
+            if path is not None and Path(path).is_dir():
+                raise ValueError(f"--{name} is {path!r}, a folder: give a file name")
+        self.head, _ = read_checkpoint(args.spec_head_ckpt, mapped=True)
+        self.target_config = load_target_config(args.base_model_path, args.trust_remote_code)
+        self.head.check_target(self.target_config)
+        sizes = stage_sizes(args, self.head, self.target_config)
+        self.layout = Layout(sizes, args.colocate_draft, args.lm_head)
+        check_world(self.layout, environment.world_size)
+        self.device, self.backend = choose_device(args, environment)
+        self.dtype = resolve_dtype(args.dtype, self.device)
+
+    def check_prompt(self, prompt: Sequence[int]) -> None:
+        """ValueError for a prompt that is too long for the target."""
+        check_length(len(prompt), self.max_new_tokens, self.target_config.max_position_embeddings)
+
+    def facts(self, args: argparse.Namespace) -> dict[str, str]:
+        """What must be the same on every rank."""
+        return {
+            "number of stages": str(self.layout.num_stages),
+            "stage layers": ";".join(map(str, self.layout.stage_sizes)),
+            "ranks": f"{self.layout.world_size}, {'co-located' if self.layout.colocated else 'separate'} draft",
+            "lm_head": self.layout.lm_head,
+            "draft_top_k": str(args.draft_top_k),
+            "backend": self.backend,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "hidden size": str(self.target_config.hidden_size),
+            "vocabulary": str(self.target_config.vocab_size),
+            "head checksum": short_sha256(checkpoint_file(args.spec_head_ckpt)),
+            "code version": code_version(),
+        }
+
+
+def stage_sizes(args: argparse.Namespace, head: HeadConfig, target_config: PreTrainedConfig) -> tuple[int, ...]:
+    """Layers of each stage: the head's split, unless --stage_layers gives another one."""
+    layers = target_config.num_hidden_layers
+    override = parse_stage_layers(args.stage_layers)
+    if override is None:
+        return head.split(layers, args.num_stages)
+    if args.num_stages not in (None, len(override)):
+        raise ValueError(f"--num_stages is {args.num_stages}, but --stage_layers lists {len(override)}: drop one")
+    return split_layers(layers, len(override), override)
+
+
+def check_world(layout: Layout, world_size: int) -> None:
+    if layout.world_size < 2:
+        raise ValueError("one stage beside the draft is one process: use pipeline_inference.py")
+    if layout.world_size != world_size:
+        kind = "a co-located draft" if layout.colocated else "a draft rank"
+        raise ValueError(
+            f"{world_size} ranks were started, but {layout.num_stages} stages with {kind} need {layout.world_size}: "
+            f"torchrun --nproc_per_node={layout.world_size}"
+        )
+
+
+def choose_device(args: argparse.Namespace, environment: Environment) -> tuple[torch.device, str]:
+    """This rank's device, and the backend of payloads. ValueError for GPUs that are not there or cannot be shared."""
+    gpus = None if args.rank_gpus == "cpu" else parse_gpus(args.rank_gpus, environment.world_size)
+    count = torch.cuda.device_count()
+    if args.rank_gpus == "cpu" or (gpus is None and not count):
+        if args.dist_backend == "nccl":
+            raise ValueError("--dist_backend nccl needs GPUs: use gloo on CPUs")
+        return torch.device("cpu"), "gloo"
+    index = environment.local_rank if gpus is None else gpus[environment.rank]
+    if index >= count:
+        raise ValueError(
+            f"rank {environment.rank} wants GPU {index}, but this machine has {count}: name others with --rank_gpus"
+        )
+    backend = args.dist_backend or "nccl"
+    if (
+        backend == "nccl"
+        and gpus is not None
+        and environment.world_size == int(os.environ.get("LOCAL_WORLD_SIZE", environment.world_size))
+    ):
+        shared = sorted({gpu for gpu in gpus if gpus.count(gpu) > 1})
+        if shared:
+            raise ValueError(f"--rank_gpus gives GPU {shared[0]} to several ranks: that needs --dist_backend gloo")
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index), backend
+
+
+class Lead:
+    """The draft rank's side of a started pipeline: what the scripts decode with."""
+
+    def __init__(self, args: argparse.Namespace, checked: Checked, pipeline: Pipeline, head: SpeculationHead):
+        self.args, self.checked, self.layout, self.target = args, checked, checked.layout, pipeline.target
+        self._pipeline = pipeline
+        drafter = SPDDrafter(head, self.target, self.layout.stage_sizes, args.use_deepest)
+        self.speculative = self._decoder(
+            drafter, head.config.anchors, args.verify_lag, draft_top_k=args.draft_top_k, verify_drafts=args.verify
+        )
+        self.alone = self._decoder(None, (0,), 0)  # the target on the same stages, without drafts
+
+    def _decoder(self, drafter: Drafter | None, anchors: Sequence[int], verify_lag: int, **settings: Any) -> Decoder:
+        return Decoder(
+            RemoteExecutor(self._pipeline, anchors, verify_lag=verify_lag),
+            drafter,
+            sampling=self.checked.sampling,
+            verify_lag=verify_lag,
+            eos_token_ids=self.target.eos_token_ids,
+            max_positions=self.target.config.max_position_embeddings,
+            seed=self.args.seed,
+            keep_trace=self.args.profile_timing is not None or self.args.trace is not None,
+            **settings,
+        )
+
+    def warm_up(self, prompt: Sequence[int], *decoders: Decoder) -> None:
+        """Unrecorded generations, so that no time has allocations and kernel choices in it."""
+        count = min(self.args.max_new_tokens, 2 * self.layout.num_stages)
+        for _ in range(self.args.warmup_iters):
+            for decoder in decoders:
+                decoder.generate(prompt, count)
+
+
+class Script(Protocol):
+    """What a script does with a pipeline. Only the draft rank's instance is asked for anything."""
+
+    def __init__(self, args: argparse.Namespace): ...
+
+    def prepare(self, checked: Checked) -> None:
+        """Read prompts, check output paths, before any weights are loaded. ValueError for what cannot work."""
+
+    def run(self, lead: Lead) -> int:
+        """Decode. Returns the exit code."""
+
+    def last_words(self) -> None:
+        """The run ends here, by no fault of this rank: print what there is."""
+
+
+def run_rank(script_class: type[Script], parser: RankParser) -> NoReturn:
+    """Parse, find the other ranks, load, play this rank's role, exit."""
+    args = parser.parse_args()
+    quiet_libraries()
+    RankProcess(script_class(args), args, parser).run()
+
+
+class RankProcess:
+    """This process as one rank, from its start to its exit code."""
+
+    def __init__(self, script: Script, args: argparse.Namespace, parser: RankParser):
+        self.script, self.args, self.parser = script, args, parser
+        self._group: Group | None = None
+        self._describe: Callable[[int], str] = "rank {}".format  # until the layout is known
+        self._ending = threading.Lock()
+
+    def run(self) -> NoReturn:
+        self._watch_signals()
+        code, message = 0, None
+        try:
+            self._group = Group(Environment.read(), timedelta(seconds=self.args.load_timeout_sec))
+            code = self._play()
+        except ValueError as error:
+            code, message = 2, " ".join(str(error).split())
+            if not speaks_for_machine():
+                message = None
+        except Exception as error:  # whatever it is: no other rank may wait for this one
+            code, message = 1, self._reason(error)
+        self._leave(code, message)
+
+    def _play(self) -> int:
+        """Agree, load, agree again, work."""
+        args, group, rank = self.args, self._group, self._group.environment.rank
+        checked, facts = group.agree(self._check)
+        self._describe = checked.layout.describe
+        check_same(facts, self._describe)
+        torch.set_num_threads(args.threads)
+        setup = Setup(
+            layout=checked.layout,
+            rank=rank,
+            wires=group.wires(checked.device, checked.dtype, checked.backend),
+            width=args.draft_top_k,
+            anchors=checked.head.anchors,
+            prefill_timeout=timedelta(seconds=args.prefill_timeout_sec),
+            decode_timeout=timedelta(seconds=args.decode_timeout_sec),
+        )
+        (target, head), memory = group.agree(lambda: self._load(setup))
+        if rank != DRAFT_RANK:
+            StageServer(setup, target).serve()
+            return 0
+        print(memory_table(setup.layout, memory), flush=True)
+        pipeline = Pipeline(setup, target)
+        try:
+            code = self.script.run(Lead(args, checked, pipeline, head))
+        except ValueError:
+            pipeline.stop()
+            raise
+        pipeline.stop()
+        return code
+
+    def _check(self) -> tuple[Checked, dict[str, str]]:
+        checked = Checked(self.args, self._group.environment)
+        if self._group.environment.rank == DRAFT_RANK:
+            self.script.prepare(checked)
+        return checked, checked.facts(self.args)
+
+    def _load(self, setup: Setup) -> tuple[tuple[Target, SpeculationHead | None], dict[str, Any]]:
+        """This rank's part of the target, and the head where it drafts; and the memory that they take."""
+        args, rank, layout = self.args, setup.rank, setup.layout
+        config = load_target_config(args.base_model_path, args.trust_remote_code)
+        part = layout.part(rank, config.vocab_size)
+        target = Target.load(
+            args.base_model_path,
+            dtype=setup.wires.dtype,
+            device=setup.wires.device,
+            attn_implementation=args.attn_implementation,
+            trust_remote_code=args.trust_remote_code,
+            part=part,
+        )
+        head = load_head(args.spec_head_ckpt, target) if rank == DRAFT_RANK else None
+        return (target, head), memory_row(setup, target, head, part.layers)
+
+    def _reason(self, error: Exception) -> str:
+        """Why this rank stops: another rank's reason, if that one stopped first."""
+        if self._group is None:
+            traceback.print_exception(error)
+            return f"{type(error).__name__}: {first_line(error)}"
+        own = self._describe(self._group.environment.rank)
+        if isinstance(error, LostRank):
+            text = f"{own} lost {self._describe(error.rank)}: it {error}"
+        else:
+            traceback.print_exception(error)
+            text = f"{own} failed with {type(error).__name__}: {first_line(error)}"
+        first = self._group.first_failure(text)
+        return text if first == text else f"{own} stops: {first}"
+
+    def _watch_signals(self) -> None:
+        """Leave at once on SIGTERM and Ctrl-C, also when the main thread waits for a message outside Python."""
+        wanted = {signal.SIGTERM, signal.SIGINT}
+        signal.pthread_sigmask(signal.SIG_BLOCK, wanted)  # here, and in every thread that starts later
+
+        def wait() -> None:
+            number = signal.sigwait(wanted)
+            self._leave(128 + number, f"stopped by {signal.Signals(number).name}")
+
+        threading.Thread(target=wait, daemon=True).start()
+
+    def _leave(self, code: int, message: str | None = None) -> NoReturn:
+        """End this process, without waiting for receives that nothing will answer any more."""
+        self._ending.acquire()  # for good: the first reason counts
+        if code in (0, 2):
+            sys.stdout.flush()
+        else:
+            self.script.last_words()
+        if message is not None:
+            print(f"{self.parser.prog}: {'' if code > 2 else 'error: '}{message}", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def memory_row(setup: Setup, target: Target, head: SpeculationHead | None, layers: range) -> dict[str, Any]:
+    """What a rank holds, in bytes; the cache for 1,000 tokens."""
+    weights = sum(weight.nbytes for weight in target.model.parameters())
+    if head is not None:
+        weights += sum(weight.nbytes for weight in head.parameters())
+    nodes = setup.width * (setup.layout.num_stages + 2)
+    plan = CachePlan(slots=1000, nodes=nodes, tree=setup.width > 1)
+    cache = StageCache(target.config, layers, plan, target.dtype, torch.device("meta"))
+    shown = f"{layers.start}-{layers.stop - 1}" if layers else "none"
+    return {"device": str(setup.wires.device), "layers": shown, "weights": weights, "cache": cache.nbytes()}
+
+
+def memory_table(layout: Layout, rows: Sequence[Mapping[str, Any]]) -> str:
+    """What every rank holds, as it is printed at the start."""
+    lines = [f"{'rank':<22}{'device':<8}{'layers':>8}{'weights':>12}{'cache of 1,000 tokens':>24}"]
+    for rank, row in enumerate(rows):
+        lines.append(
+            f"{layout.describe(rank):<22}{row['device']:<8}{row['layers']:>8}{row['weights'] / 1e6:>9.1f} MB"
+            f"{row['cache'] / 1e6:>21.2f} MB"
+        )
+    return "\n".join(lines)

@@ -35,6 +35,18 @@ class BaselineConfig(HeadConfig):
     def build(self, target_config: PreTrainedConfig) -> SpeculationHead:
         return self.head_class(self, target_config)
 
+    def read_layers(self, num_layers: int) -> tuple[int, ...]:
+        """The hidden states that the method reads of a target, as `aggr_feature_bound` has to list them."""
+        raise NotImplementedError
+
+    def check_target(self, target_config: PreTrainedConfig) -> None:
+        super().check_target(target_config)
+        expected = self.read_layers(target_config.num_hidden_layers)
+        if self.anchors != expected:
+            raise ValueError(
+                f"aggr_feature_bound is {list(self.anchors)}, but {self.method} reads {list(expected)} of this target"
+            )
+
 
 class PlainHead(SpeculationHead):
     """A head whose rows are all of one type: ordinary causal attention, in training and in decoding."""
@@ -43,11 +55,3 @@ class PlainHead(SpeculationHead):
         self, stage_sizes: Sequence[int], fill: int | None, *, exact_fill: bool = False
     ) -> dict[int, tuple[int, ...]]:
         return {0: ()}
-
-    def check_anchors(self, anchors: Sequence[int]) -> None:
-        """ValueError unless the configuration lists these hidden states."""
-        if self.config.anchors != tuple(anchors):
-            raise ValueError(
-                f"aggr_feature_bound is {list(self.config.anchors)}, but {self.config.method} reads {list(anchors)} "
-                "of this target"
-            )

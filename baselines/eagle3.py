@@ -110,10 +110,6 @@ class Eagle3Head(PlainHead):
 
     def __init__(self, config: Eagle3Config, target_config: PreTrainedConfig):
         super().__init__(config, target_config)
-        for name in ("num_stages", "num_spec_layers"):
-            if getattr(config, name) != 1:
-                raise ValueError(f"{name} is {getattr(config, name)}: EAGLE-3 has one")
-        self.check_anchors(eagle3_anchors(target_config.num_hidden_layers))
         self._sources = feature_layers(target_config.num_hidden_layers)
 
     def _add_projections(self) -> None:
@@ -136,6 +132,15 @@ class Eagle3Head(PlainHead):
 class Eagle3Config(BaselineConfig):
     method = "eagle3"
     head_class = Eagle3Head
+
+    def read_layers(self, num_layers: int) -> tuple[int, ...]:
+        return eagle3_anchors(num_layers)
+
+    def check_target(self, target_config: PreTrainedConfig) -> None:
+        for name in ("num_stages", "num_spec_layers"):
+            if getattr(self, name) != 1:
+                raise ValueError(f"{name} is {getattr(self, name)}: EAGLE-3 has one")
+        super().check_target(target_config)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -26,14 +26,6 @@ from timeline import Timeline, stage_row
 class PPSDHead(PlainHead):
     """L_s decoder layers and an lm_head; the rows are h_b, b the layers of stage 0."""
 
-    def __init__(self, config: PPSDConfig, target_config: PreTrainedConfig):
-        super().__init__(config, target_config)
-        if config.num_stages < 2:
-            raise ValueError(
-                "num_stages is 1: PPSD drafts while the stages behind the first one run, so give 2 or more"
-            )
-        self.check_anchors((0, config.split(target_config.num_hidden_layers)[0]))
-
     def _add_projections(self) -> None:
         """It has none: the layers read the target's hidden states as they are."""
 
@@ -50,6 +42,14 @@ class PPSDHead(PlainHead):
 class PPSDConfig(BaselineConfig):
     method = "ppsd"
     head_class = PPSDHead
+
+    def read_layers(self, num_layers: int) -> tuple[int, ...]:
+        return 0, self.split(num_layers)[0]
+
+    def check_target(self, target_config: PreTrainedConfig) -> None:
+        if self.num_stages < 2:
+            raise ValueError("num_stages is 1: PPSD drafts while the stages behind the first one run, give 2 or more")
+        super().check_target(target_config)
 
 
 class FirstStageExecutor(LocalExecutor):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -29,8 +29,7 @@ def stage_index(row: str) -> int:
     return int(row.rsplit(" ", 1)[1])
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """One slice of a trace: `row` was busy in `cycle` from `start` for `seconds` (of the timeline's own clock)."""
 
     row: str
@@ -54,6 +53,21 @@ class Timings:
     ideal_decode: float = 0.0
 
 
+class _OpenSpan:
+    """A span while it lasts. A class, as a generator's context would cost more than what short spans measure."""
+
+    __slots__ = ("_row", "_start", "_timeline")
+
+    def __init__(self, timeline: Timeline, row: str):
+        self._timeline, self._row = timeline, row
+
+    def __enter__(self) -> None:
+        self._start = self._timeline._now()
+
+    def __exit__(self, *_: object) -> None:
+        self._timeline._open.append((self._row, self._start, self._timeline._now()))
+
+
 class Timeline:
     """Collects the spans of one generation: a few numbers a cycle, and the spans themselves if `keep_spans` is set."""
 
@@ -63,7 +77,7 @@ class Timeline:
         self._keep_spans = keep_spans
         self._cycle = 0
         self._open: list[tuple[str, object, object]] = []
-        self._unread: list[tuple[int, list]] = []
+        self._unread: deque[tuple[int, list]] = deque()
         self.began = time.time()  # wall-clock time from which spans count
         self._host_origin = time.perf_counter()
         self._origin = self._now()
@@ -78,20 +92,17 @@ class Timeline:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    @contextmanager
-    def span(self, row: str) -> Iterator[None]:
+    def span(self, row: str) -> _OpenSpan:
         """Time a block of this cycle. A row may be entered more than once a cycle."""
-        start = self._now()
-        yield
-        self._open.append((row, start, self._now()))
+        return _OpenSpan(self, row)
 
     def end_cycle(self) -> None:
         """Close the running cycle; the next span belongs to the next one."""
         self.cycle_ends.append(time.perf_counter() - self._host_origin)
         self._unread.append((self._cycle, self._open))
         self._cycle, self._open = self._cycle + 1, []
-        if len(self._unread) > (EVENT_LAG if self._cuda else 0):
-            self._read(*self._unread.pop(0))
+        if self._cuda and len(self._unread) > EVENT_LAG:
+            self._read(*self._unread.popleft())
 
     def add(self, span: Span) -> None:
         """A span that another process measured, on this timeline's clock."""
@@ -132,7 +143,7 @@ class Timeline:
     def settle(self) -> None:
         """Read the spans of all finished cycles."""
         while self._unread:
-            self._read(*self._unread.pop(0))
+            self._read(*self._unread.popleft())
 
     def _read(self, cycle: int, records: list) -> None:
         if self._cuda and records:

@@ -27,7 +27,7 @@ from transformers import PreTrainedConfig
 from distributed_inference.layout import DRAFT_RANK, LM_HEAD_PLACES, Layout, parse_gpus
 from distributed_inference.links import LostRank
 from distributed_inference.remote import Pipeline, RemoteExecutor
-from distributed_inference.stages import Setup, StageServer
+from distributed_inference.stages import Setup, StageRunner, StageServer
 from distributed_inference.startup import Environment, Group, check_same, code_version, short_sha256
 from evaluation_files import checkpoint_file
 from pipeline_inference import Decoder, Drafter, Sampling, SPDDrafter, check_attention, check_length, check_limits
@@ -294,11 +294,13 @@ class RankProcess:
             decode_timeout=timedelta(seconds=args.decode_timeout_sec),
         )
         (target, head), memory = group.agree(lambda: self._load(setup))
+        stage = setup.layout.stage_of(rank)
+        runner = None if stage is None else StageRunner(target, setup.layout.layers(stage))
         if rank != DRAFT_RANK:
-            StageServer(setup, target).serve()
+            StageServer(setup, target, runner).serve()
             return 0
         print(memory_table(setup.layout, memory), flush=True)
-        pipeline = Pipeline(setup, target)
+        pipeline = Pipeline(setup, target, runner)
         try:
             code = self.script.run(Lead(args, checked, pipeline, head))
         except ValueError:

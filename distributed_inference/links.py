@@ -8,7 +8,8 @@ is there when it is asked for. Two ways for the payload:
            as soon as the header says how large it is: the host never waits for a device
 
 NCCL knows no tags and runs what two ranks send each other in the order of the calls, so every kind of link has its own
-process group there. With gloo a kind of link is a tag.
+process group there. With gloo a kind of link is a tag. Messages go through the groups' own methods: `dist.isend` and
+`dist.irecv` do the same with checks that take longer than the message.
 """
 
 from __future__ import annotations
@@ -103,11 +104,10 @@ class Outbox:
         buffer.header[1 : 1 + len(header)] = header
         try:
             if size and self._wires.nccl is not None:
-                buffer.works.append(dist.isend(buffer.payload[:size], self._peer, group=self._wires.nccl[self._link]))
+                buffer.works.append(self._wires.nccl[self._link].send([buffer.payload[:size]], self._peer, 0))
             elif size and self._wires.device.type == "cuda":
                 torch.cuda.current_stream(self._wires.device).synchronize()  # the payload is on the host now
-            message = buffer.message(size)
-            buffer.works.append(dist.isend(message, self._peer, group=self._wires.gloo, tag=2 * self._link))
+            buffer.works.append(self._wires.gloo.send([buffer.message(size)], self._peer, 2 * self._link))
         except RuntimeError as error:
             raise lost_rank(self._peer, error) from error
 
@@ -116,11 +116,10 @@ class Outbox:
         tensor = tensor.contiguous()
         try:
             if self._wires.nccl is not None and tensor.device.type == "cuda":
-                work = dist.isend(tensor, self._peer, group=self._wires.nccl[self._link])
+                work = self._wires.nccl[self._link].send([tensor], self._peer, 0)
             else:
                 tensor = tensor.cpu()
-                flat = tensor.view(-1).view(torch.uint8)
-                work = dist.isend(flat, self._peer, group=self._wires.gloo, tag=2 * self._link + 1)
+                work = self._wires.gloo.send([tensor.view(-1).view(torch.uint8)], self._peer, 2 * self._link + 1)
         except RuntimeError as error:
             raise lost_rank(self._peer, error) from error
         self._bulk.append((work, tensor))
@@ -153,7 +152,7 @@ class Inbox:
 
     def _post(self, buffer: _Buffer) -> None:
         try:
-            buffer.works = [dist.irecv(buffer.bytes, self._peer, group=self._wires.gloo, tag=2 * self._link)]
+            buffer.works = [self._wires.gloo.recv([buffer.bytes], self._peer, 2 * self._link)]
         except RuntimeError as error:
             raise lost_rank(self._peer, error) from error
 
@@ -169,7 +168,7 @@ class Inbox:
         payload = buffer.payload[: header[0]]
         if self._wires.nccl is not None:
             if header[0]:
-                work = dist.irecv(payload, self._peer, group=self._wires.nccl[self._link])
+                work = self._wires.nccl[self._link].recv([payload], self._peer, 0)
                 self._wait(work, timeout)  # the stream waits, not the host
         elif self._wires.device.type == "cuda":
             payload = payload.to(self._wires.device)
@@ -182,10 +181,9 @@ class Inbox:
             *shape, dtype=dtype or self._wires.dtype, device=self._wires.device if on_device else "cpu"
         )
         if on_device:
-            work = dist.irecv(tensor, self._peer, group=self._wires.nccl[self._link])
+            work = self._wires.nccl[self._link].recv([tensor], self._peer, 0)
         else:
-            flat = tensor.view(-1).view(torch.uint8)
-            work = dist.irecv(flat, self._peer, group=self._wires.gloo, tag=2 * self._link + 1)
+            work = self._wires.gloo.recv([tensor.view(-1).view(torch.uint8)], self._peer, 2 * self._link + 1)
         self._wait(work, timeout)
         return tensor if dtype is not None else tensor.to(self._wires.device)
 

@@ -1,8 +1,8 @@
 """What the ranks tell each other: headers of a few integers, which travel beside the hidden states.
 
-In every cycle the draft rank sends one header, even if no token enters, and every stage passes it on. So the k-th header
-that a stage gets is cycle k - s everywhere, nobody has to be told what time it is, and a late result is known by its
-place in the order: the draft rank still has the list of nodes that entered with it, and which of them are alive.
+In every cycle the draft rank sends one header, even if no token enters, and every stage passes it on. So every rank
+counts the same cycles without a barrier, and a late result is known by its cycle: the draft rank still has the list of
+nodes that entered with it, and which of them are alive.
 """
 
 from __future__ import annotations

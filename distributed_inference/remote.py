@@ -26,12 +26,14 @@ Row = Callable[[int], Tensor]  # row of a batch -> its logits [V]
 
 
 class Pipeline:
-    """The draft rank's connections to the other ranks, and the first stage where it is here. Outlives generations."""
+    """The draft rank's connections to the other ranks, and `runner`, the first stage, where that is here.
 
-    def __init__(self, setup: Setup, target: Target):
+    It outlives generations.
+    """
+
+    def __init__(self, setup: Setup, target: Target, runner: StageRunner | None):
         layout, config = setup.layout, target.config
-        self.setup, self.target = setup, target
-        self.runner = StageRunner(target, layout.layers(0)) if layout.colocated else None
+        self.setup, self.target, self.runner = setup, target, runner
         self.outbox = setup.outbox(Link.FORWARD, DRAFT_RANK + 1, config.hidden_size)
         self.inboxes = {
             stage: setup.inbox(Link.UP, layout.rank_of(stage), setup.up_payload(stage, target))
@@ -58,8 +60,9 @@ class Pipeline:
 class _Flight:
     """The nodes of one batch on their way through the stages."""
 
-    def __init__(self, cycle: int, ids: tuple[int, ...]):
+    def __init__(self, cycle: int, ids: tuple[int, ...], nodes: Tensor):
         self.cycle, self.ids = cycle, ids
+        self.nodes = nodes  # [w] the ids again
         self.alive = list(range(len(ids)))  # rows whose nodes nobody has rolled back
 
     def roll_back(self, dead: set[int]) -> None:
@@ -125,7 +128,8 @@ class RemoteExecutor:
         tokens = torch.tensor(prompt, device=self.device)
         sent = [(chunk, self._send_chunk(tokens, chunk)) for chunk in prompt_chunks(len(prompt))]
         features = torch.cat([self._receive_anchors(len(chunk), captured) for chunk, captured in sent])
-        output = _Arrival(self._last, _Flight(0, (root,)), partial(self._receive, captured=()))
+        last_token = _Flight(0, (root,), torch.tensor([root], device=self.device))
+        output = _Arrival(self._last, last_token, partial(self._receive, captured=()))
         logits = output.row_logits(0)
         self._pipeline.outbox.flush()
         return PromptOutput(logits, features)
@@ -150,13 +154,17 @@ class RemoteExecutor:
 
     def begin_cycle(self, position: int, entering: Sequence[Node]) -> Tensor | None:
         batch = Batch(self._cycle, position, [node.row for node in entering])
-        flight = _Flight(self._cycle, tuple(node.id for node in entering)) if entering else None
+        flight = None
+        if entering:
+            ids = tuple(node.id for node in entering)
+            tokens, nodes = torch.tensor([[node.token for node in entering], ids], device=self.device).unbind()
+            flight = _Flight(self._cycle, ids, nodes)
         self._flights.appendleft(flight)  # the oldest one falls out behind the last stage
         self.fills.append(sum(flight is not None and bool(flight.alive) for flight in self._flights))
         if flight is None:
             self._pipeline.outbox.send(batch.header())
             return None
-        h0 = hidden = self._target.embed(torch.tensor([node.token for node in entering], device=self.device))
+        h0 = hidden = self._target.embed(tokens)
         if self._pipeline.runner is not None:
             with self._timeline.span(stage_row(0)):
                 hidden, self._own_anchors = self._pipeline.runner.run(batch, h0)
@@ -189,10 +197,11 @@ class RemoteExecutor:
         for arrival in reversed(arrivals):
             arrival.settle()
             flight = arrival.flight
-            if flight.alive and arrival.anchors:
-                nodes = torch.tensor([flight.ids[row] for row in flight.alive], device=self.device)
-                captured = zip(self._captured_by[arrival.stage], arrival.anchors, strict=True)
-                yield Captured(nodes, {b: hidden[flight.alive] for b, hidden in captured})
+            captured = zip(self._captured_by[arrival.stage], arrival.anchors, strict=True)
+            if len(flight.alive) == len(flight.ids):
+                yield Captured(flight.nodes, dict(captured))
+            elif flight.alive:
+                yield Captured(flight.nodes[flight.alive], {b: hidden[flight.alive] for b, hidden in captured})
 
     def roll_back(self, dead: set[int]) -> None:
         for flight in self._flights:
@@ -233,11 +242,10 @@ class RemoteExecutor:
         with self._timeline.span(WAIT):
             header, payload = self._pipeline.inboxes[stage].receive(self._setup.decode_timeout)
         assert header == [arrival.flight.cycle, count], f"stage {stage} sent {header} for cycle {arrival.flight.cycle}"
-        size = count * self._target.config.hidden_size
-        *anchors, output = payload.split([size] * len(captured) + [len(payload) - size * len(captured)])
-        arrival.anchors = [anchor.view(count, -1) for anchor in anchors]
+        size = len(captured) * count * self._target.config.hidden_size
+        arrival.anchors = payload[:size].view(len(captured), count, -1).unbind() if captured else ()
         if stage == self._last:
-            arrival.logits = self._logits(output, count)
+            arrival.logits = self._logits(payload[size:], count)
 
     def _logits(self, output: Tensor, count: int) -> Row:
         """The logits of the nodes that the last stage's output is of, wherever the lm_head is."""

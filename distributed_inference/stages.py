@@ -98,12 +98,11 @@ class StageRunner:
 class StageServer:
     """The loop of a rank that runs a stage and nothing else."""
 
-    def __init__(self, setup: Setup, target: Target):
-        self._setup, self._target = setup, target
+    def __init__(self, setup: Setup, target: Target, runner: StageRunner):
+        self._setup, self._target, self._runner = setup, target, runner
         layout, hidden = setup.layout, target.config.hidden_size
         self._stage = layout.stage_of(setup.rank)
         self._is_last = setup.rank == layout.last_rank
-        self._runner = StageRunner(target, layout.layers(self._stage))
         self._inbox = setup.inbox(Link.FORWARD, setup.rank - 1, hidden)
         self._up = setup.outbox(Link.UP, DRAFT_RANK, setup.up_payload(self._stage, target))
         self._forward = None if self._is_last else setup.outbox(Link.FORWARD, setup.rank + 1, hidden)
@@ -127,7 +126,7 @@ class StageServer:
                 self._prefill(Start.parse(header))
                 timeout = self._setup.prefill_timeout  # the draft rank takes the prompt in first
             elif kind is Kind.BATCH:
-                self._cycle(Batch.parse(header), payload)
+                self._cycle(header, payload)
                 timeout = self._setup.decode_timeout
             else:
                 self._report()
@@ -154,15 +153,16 @@ class StageServer:
         if self._forward is not None:
             self._forward.flush()
 
-    def _cycle(self, batch: Batch, payload: Tensor) -> None:
+    def _cycle(self, header: list[int], payload: Tensor) -> None:
         """Run the batch, if there is one, and pass everything on; then this rank's rows of a split lm_head."""
+        batch = Batch.parse(header)
         parts: list[Tensor] = []
         if batch.rows:
             hidden = payload.view(len(batch.rows), -1)
             with self._timeline.span(stage_row(self._stage)):
                 hidden, parts = self._runner.run(batch, hidden)
         if self._forward is not None:
-            self._forward.send(batch.header(), [hidden] if batch.rows else [])
+            self._forward.send(header, [hidden] if batch.rows else [])
         elif batch.rows:
             with self._timeline.span(VERIFY):
                 parts = parts + self._output(hidden)

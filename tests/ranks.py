@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
 
+import torch
+
 from distributed_inference import example_mp_pipeline_generate
 
 CONTEXT = get_context("forkserver")
@@ -30,10 +32,8 @@ def _rank(rank: int, world_size: int, port: int, folder: Path, function: Callabl
     """Body of a rank's process."""
     for descriptor, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(folder / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT), descriptor)
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in place.items()})
-    import torch
-
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
+    os.environ.update({name: str(number) for name, number in numbers.items()}, MASTER_ADDR="127.0.0.1")
     torch.set_num_threads(1)
     function(*args)
     sys.stdout.flush()

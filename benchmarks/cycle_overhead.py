@@ -1,0 +1,216 @@
+"""What messages, headers and bookkeeping cost a cycle of distributed decoding: real processes, sleeping models.
+
+n + 1 processes decode with the real loop, ranks and messages. A stage forward, a head forward and a verification each
+sleep for as long as the flags say; every draft is accepted, so that the pipeline stays full.
+
+    cycle        median time between two tokens
+    ideal        max(stage, draft) + verify; with --verify_lag 1 max(stage, draft, verify)
+    overhead     cycle - ideal. It can be below 0: stages go on while the draft rank verifies
+    efficiency   ideal / cycle
+    bound        no schedule can beat this one: max(stage, draft + verify), as draft and verdict depend on each other;
+                 with --verify_lag 1 the same as ideal
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import socket
+import statistics
+import sys
+import time
+from datetime import timedelta
+from itertools import pairwise
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from distributed_inference.layout import DRAFT_RANK, Layout
+from distributed_inference.links import Wires
+from distributed_inference.messages import Batch, Start
+from distributed_inference.remote import Pipeline, RemoteExecutor
+from distributed_inference.stages import Setup, StageServer
+from pipeline_inference import Decoder, Generation
+from pipeline_model import auto_anchors
+from script_utils import Parser, git_commit, run_script
+
+VOCAB = 1000
+TOKEN = 7  # what everybody drafts, and the target confirms
+PROMPT = [1, 2, 3]
+TIMEOUT = timedelta(seconds=60)
+
+
+def build_parser() -> Parser:
+    parser = Parser(description="Overhead of a distributed cycle; the last line of the output is one JSON object.")
+    parser.add_argument("--num_stages", type=int, nargs="+", default=[8], help="n; the JSON's main figures: the first")
+    parser.add_argument("--stage_ms", type=float, default=4.2, help="sleep of a stage forward")
+    parser.add_argument("--draft_ms", type=float, default=3.5, help="sleep of a head forward")
+    parser.add_argument("--verify_ms", type=float, default=1.2, help="sleep of a verification")
+    parser.add_argument("--verify_lag", type=int, nargs="+", default=[0], choices=[0, 1], help="0, 1, or both")
+    parser.add_argument("--hidden_size", type=int, default=2560, help="H, of the payloads (float32)")
+    parser.add_argument("--cycles", type=int, default=300, help="timed cycles")
+    return parser
+
+
+class SleepingTarget:
+    """Stands for the target on every rank: hidden states are zeros, and logits take their time."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, args: argparse.Namespace):
+        self.config = SimpleNamespace(hidden_size=args.hidden_size, vocab_size=VOCAB)
+        self._seconds = args.verify_ms / 1e3
+        self._embedding = torch.zeros(VOCAB, args.hidden_size)
+        self._logits = torch.nn.functional.one_hot(torch.tensor(TOKEN), VOCAB).float()
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self._embedding[tokens]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        time.sleep(self._seconds)
+        return self._logits.expand(*hidden.shape[:-1], VOCAB)
+
+
+class SleepingStage:
+    """Stands for the layers of a stage: its output and its anchors are its input."""
+
+    def __init__(self, args: argparse.Namespace, num_anchors: int):
+        self._seconds, self._num_anchors = args.stage_ms / 1e3, num_anchors
+
+    def start(self, start: Start) -> None:
+        pass
+
+    def prefill(self, hidden: Tensor, position: int) -> tuple[Tensor, list[Tensor]]:
+        return hidden, [hidden] * self._num_anchors
+
+    def run(self, batch: Batch, hidden: Tensor) -> tuple[Tensor, list[Tensor]]:
+        time.sleep(self._seconds)
+        return hidden, [hidden] * self._num_anchors
+
+
+class SleepingDrafter:
+    """Stands for the head: takes in every anchor, drafts the one token."""
+
+    draft_token_ids = None
+
+    def __init__(self, args: argparse.Namespace, anchors: tuple[int, ...]):
+        self._seconds, self._anchors = args.draft_ms / 1e3, anchors
+        self._logits = torch.nn.functional.one_hot(torch.tensor([TOKEN]), VOCAB).float()
+
+    def start(self, plan, features, path) -> None:
+        self._features = features.new_zeros(plan.nodes, *features.shape[1:])
+
+    def enter(self, nodes, h0) -> None:
+        self._features[[node.id for node in nodes], 0] = h0
+
+    def observe(self, captured) -> None:
+        for nodes, hidden in captured:
+            for anchor, states in hidden.items():
+                self._features[nodes, self._anchors.index(anchor)] = states
+
+    def draft(self, tree) -> Tensor:
+        time.sleep(self._seconds)
+        return self._logits
+
+
+def rank_main(args: argparse.Namespace, num_stages: int, lag: int, rank: int, port: int, results: Connection) -> None:
+    """One process: rank 0 decodes and sends the cycles' seconds, the others are stages."""
+    torch.set_num_threads(1)
+    layout = Layout((2,) * num_stages)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo", rank=rank, world_size=layout.world_size, timeout=TIMEOUT)
+    anchors = auto_anchors(layout.stage_sizes)
+    wires = Wires(torch.device("cpu"), torch.float32, dist.group.WORLD)
+    setup = Setup(layout, rank, wires, 1, anchors, TIMEOUT, TIMEOUT)
+    target = SleepingTarget(args)
+    if rank == DRAFT_RANK:
+        pipeline = Pipeline(setup, target, None)
+        executor = RemoteExecutor(pipeline, anchors, verify_lag=lag)
+        decoder = Decoder(executor, SleepingDrafter(args, anchors), verify_lag=lag)
+        results.send(timed_cycles(decoder.start(PROMPT, args.cycles + 4 * num_stages), args.cycles))
+        pipeline.stop()
+    else:
+        stage = layout.stage_of(rank)
+        StageServer(setup, target, SleepingStage(args, len(setup.captured_by(stage, anchors)))).serve()
+    dist.barrier()
+    os._exit(0)  # receives that are posted ahead will never be answered
+
+
+def timed_cycles(generation: Generation, count: int) -> list[float]:
+    """Seconds of the last `count` cycles; the pipeline has been full for some time."""
+    result = generation.finish()
+    assert result.n_accepted == result.n_verified, "a draft was rejected: the pipeline was not full"
+    ends = generation.timeline.cycle_ends[-count - 1 :]
+    return [end - begin for begin, end in pairwise(ends)]
+
+
+def measure(args: argparse.Namespace, num_stages: int, lag: int) -> dict[str, float]:
+    """Start the processes, wait for the cycles."""
+    context = get_context("fork")  # nothing here has threads yet, and the imports are done
+    receiver, sender = context.Pipe(duplex=False)
+    port = free_port()
+    ranks = [
+        context.Process(target=rank_main, args=(args, num_stages, lag, rank, port, sender), daemon=True)
+        for rank in range(num_stages + 1)
+    ]
+    for process in ranks:
+        process.start()
+    sender.close()
+    try:
+        seconds = receiver.recv()
+        for process in ranks:
+            process.join()
+    finally:
+        for process in ranks:
+            process.kill()
+    stage, draft, verify = args.stage_ms, args.draft_ms, args.verify_ms
+    ideal = max(stage, draft, verify) if lag else max(stage, draft) + verify
+    cycle = statistics.median(seconds) * 1e3
+    return {
+        "num_stages": num_stages,
+        "verify_lag": lag,
+        "cycle_ms": round(cycle, 3),
+        "ideal_ms": ideal,
+        "overhead_ms": round(cycle - ideal, 3),
+        "efficiency": round(ideal / cycle, 4),
+        "bound_ms": ideal if lag else max(stage, draft + verify),
+        "p90_ms": round(statistics.quantiles(seconds, n=10)[-1] * 1e3, 3),
+    }
+
+
+def free_port() -> int:
+    """A port that nobody uses at the moment."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
+
+
+def main(args: argparse.Namespace) -> None:
+    for name in ("stage_ms", "draft_ms", "verify_ms"):
+        if not 0 <= getattr(args, name) < 1e4:
+            raise ValueError(f"--{name} is {getattr(args, name)}: it must lie in 0 .. 10000")
+    if min(args.num_stages) < 1 or args.cycles < 2:
+        raise ValueError(f"--num_stages is {args.num_stages} and --cycles {args.cycles}: at least 1 and 2 are needed")
+    print(f"sleeps    stage {args.stage_ms} ms, draft {args.draft_ms} ms, verify {args.verify_ms} ms")
+    print(f"messages  gloo, H = {args.hidden_size}, float32, {args.cycles} cycles")
+    print(f"machine   {platform.machine()}, {len(os.sched_getaffinity(0))} CPUs")
+    print(f"versions  torch {torch.__version__}, commit {git_commit()}\n")
+    rows = [measure(args, num_stages, lag) for lag in args.verify_lag for num_stages in args.num_stages]
+    names = list(rows[0])
+    print(f"| {' | '.join(names)} |\n|{'---|' * len(names)}")
+    for row in rows:
+        print(f"| {' | '.join(str(row[name]) for name in names)} |")
+    print(json.dumps(rows[0] | {"runs": rows}))
+
+
+if __name__ == "__main__":
+    run_script(main, build_parser())

@@ -1,4 +1,4 @@
-"""Evaluates speculation heads on MT-Bench, GSM8K and HumanEval, beside the target alone.
+"""Evaluates speculation heads and other methods on MT-Bench, GSM8K and HumanEval, beside the target alone.
 
     python eval.py --spec_head_ckpt speculation_head_final.pt --base_model_path Qwen/Qwen3-4B \\
         --datasets mt_bench gsm8k humaneval --prompts_per_dataset 80
@@ -20,6 +20,7 @@ from typing import Any
 from tqdm import tqdm
 
 from evaluation_files import RowLog, read_summaries, table_path
+from evaluation_methods import METHODS
 from evaluation_metrics import Key, Row, is_whole, markdown, results_line, row_key, summarise
 from evaluation_plan import Plan, PlannedRun, Planner
 from evaluation_plots import plot_summary
@@ -29,10 +30,11 @@ from script_utils import DTYPES, Parser, atomic_open, quiet_libraries, run_recor
 
 
 def build_parser() -> Parser:
-    parser = Parser(description="Acceptance, speed-ups and times of speculation heads on data sets of prompts.")
+    parser = Parser(description="Acceptance, speed-ups and times of decoding methods on data sets of prompts.")
     model = parser.add_argument_group("model")
     model.add_argument("--base_model_path", required=True, help="target model: a folder or a hub id")
-    model.add_argument("--spec_head_ckpt", required=True, nargs="+", help="head checkpoints, files or folders")
+    model.add_argument("--method", default="spd", choices=list(METHODS), help="how to decode")
+    model.add_argument("--spec_head_ckpt", nargs="+", default=[], help="its head checkpoints, files or folders")
     model.add_argument("--dtype", default="auto", choices=["auto", *DTYPES], help="auto: float32 on a CPU, or bfloat16")
     model.add_argument("--attn_implementation", default="sdpa", choices=ATTN_IMPLEMENTATIONS, help="attention kernels")
     model.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
@@ -45,11 +47,17 @@ def build_parser() -> Parser:
     decoding = parser.add_argument_group("decoding (* takes several values: one run for every combination)")
     decoding.add_argument("--max_new_tokens", type=int, default=512, help="new tokens at most")
     decoding.add_argument("--temperature", type=float, nargs="+", default=[0.0], help="* 0: greedy")
-    decoding.add_argument("--draft_top_k", type=int, nargs="+", default=[1], help="* W, width of the draft tree")
-    decoding.add_argument("--num_stages", type=int, nargs="+", help="* n, for a head trained for several")
+    decoding.add_argument("--draft_top_k", type=int, nargs="+", default=[1], help="* spd: W, width of the draft tree")
+    decoding.add_argument("--num_stages", type=int, nargs="+", help="* spd: n, for a head trained for several")
+    decoding.add_argument("--num_steps", type=int, nargs="+", default=[7], help="* eagle3: m, drafts in a row")
+    decoding.add_argument(
+        "--prompt_lookup_num_tokens", type=int, nargs="+", default=[10], help="* prompt_lookup: drafts in a row at most"
+    )
     decoding.add_argument("--top_k", type=int, default=0, help="0: off")
     decoding.add_argument("--top_p", type=float, default=1.0, help="1: off")
-    decoding.add_argument("--use_deepest", action=BooleanOptionalAction, help="as the head was trained, unless set")
+    decoding.add_argument(
+        "--use_deepest", action=BooleanOptionalAction, help="spd: as the head was trained, unless set"
+    )
     decoding.add_argument("--seed", type=int, default=0, help="of every random draw")
     baseline = parser.add_argument_group("baseline: the target alone")
     baseline.add_argument("--baseline", action=BooleanOptionalAction, default=True, help="run it and compare")

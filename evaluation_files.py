@@ -62,9 +62,10 @@ def target_fingerprint(path: str) -> str:
     return files_sha256(file for pattern in wanted for file in folder.glob(pattern))
 
 
-def code_fingerprint() -> str:
+def code_fingerprint(more: Iterable[str] = ()) -> str:
+    """A hash of the decoding code, and of more files that a method needs."""
     folder = Path(__file__).parent
-    return files_sha256(folder / name for name in DECODING_CODE)
+    return files_sha256(folder / name for name in (*DECODING_CODE, *more))
 
 
 def device_name(device: torch.device, threads: int) -> str:

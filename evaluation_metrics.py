@@ -36,6 +36,7 @@ class Costs:
 
     factor: float  # cycles that fit in a step while the drafter hides: L / largest stage, n for an even split
     cycle: float  # steps that a cycle takes with a device a stage and one for the drafter
+    chain: int | None = 0  # drafts that a cycle verifies in a row; 0: a pipeline, which verifies one; None: it varies
 
 
 def spd_costs(stage_sizes: Sequence[int], num_spec_layers: int) -> Costs:
@@ -45,6 +46,18 @@ def spd_costs(stage_sizes: Sequence[int], num_spec_layers: int) -> Costs:
     """
     layers, largest = sum(stage_sizes), max(stage_sizes)
     return Costs(factor=layers / largest, cycle=max(largest, num_spec_layers) / layers)
+
+
+def ppsd_costs(stage_sizes: Sequence[int], num_spec_layers: int) -> Costs:
+    """PPSD: the drafter follows the first stage in a cycle."""
+    first, *others = stage_sizes
+    layers = sum(stage_sizes)
+    return Costs(factor=layers / max(stage_sizes), cycle=max(first + num_spec_layers, *others) / layers)
+
+
+def chain_costs(num_layers: int, num_spec_layers: int, num_steps: int) -> Costs:
+    """EAGLE-3: a cycle is a chain of `num_steps` drafts and one pass of the target."""
+    return Costs(factor=1.0, cycle=(num_layers + num_steps * num_spec_layers) / num_layers, chain=num_steps)
 
 
 class Metric(NamedTuple):
@@ -98,8 +111,20 @@ SUMMED = (
 
 
 def iid_accept_length(alpha: float, num_stages: int, factor: float | None = None) -> float:
-    """L_acc of a chain whose drafts are accepted independently with probability alpha: a rejection costs n cycles."""
+    """L_acc of a pipeline whose drafts are each accepted with probability alpha: a rejection costs n cycles."""
     return (num_stages if factor is None else factor) / (1 + (num_stages - 1) * (1 - alpha))
+
+
+def iid_chain_length(alpha: float, num_steps: int) -> float:
+    """tau of a chain of drafts, likewise: the accepted ones up to the first rejection, and the target's own token."""
+    return sum(alpha**step for step in range(num_steps + 1))
+
+
+def closed_form(alpha: float | None, num_stages: int, costs: Costs) -> float | None:
+    """The L_acc that alpha alone predicts for a method with these costs; None where there is no prediction."""
+    if alpha is None or costs.chain is None:
+        return None
+    return iid_chain_length(alpha, costs.chain) if costs.chain else iid_accept_length(alpha, num_stages, costs.factor)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -119,7 +144,7 @@ def sample_row(sample: Sample, result: GenerationResult, costs: Costs) -> Row:
         "n_accepted": result.n_accepted,
         "verified_by_fill": result.verified_by_fill,
         "accepted_by_fill": result.accepted_by_fill,
-        "accepted_runs": accepted_runs(result.accepted[1:]) if result.n_verified else [],
+        "accepted_runs": accepted_runs(result.accepted[result.prefill_tokens :]) if result.n_verified else [],
         "prefill_sec": timings.prefill,
         "decode_wall_sec": timings.decode,
         "wall_time_sec": timings.prefill + timings.decode,
@@ -258,7 +283,6 @@ def aggregate(rows: Sequence[Row], costs: Costs) -> dict[str, Any]:
         estimates |= estimate(metric, rows, costs, picks)
     verified, accepted = (_summed_lists(rows, name) for name in ("verified_by_fill", "accepted_by_fill"))
     runs = Counter(length for row in rows for length in row["accepted_runs"])
-    alpha, num_stages = estimates["alpha_pooled"], len(verified)
     return {
         "samples": len(rows),
         "stopped_at_end_token": sum(row["stop_reason"] == "eos" for row in rows),
@@ -267,7 +291,7 @@ def aggregate(rows: Sequence[Row], costs: Costs) -> dict[str, Any]:
         "equal_to_baseline": sum(row["equal_to_baseline"] is True for row in rows),
         "totals": {name: sum(row[name] for row in rows) for name in SUMMED},
         **estimates,
-        "equivalent_accept_length_iid": None if alpha is None else iid_accept_length(alpha, num_stages, costs.factor),
+        "equivalent_accept_length_iid": closed_form(estimates["alpha_pooled"], len(verified), costs),
         "verified_by_fill": verified,
         "accepted_by_fill": accepted,
         "alpha_by_fill": [hits / tries if tries else None for hits, tries in zip(accepted, verified, strict=True)],

@@ -16,6 +16,7 @@ import torch
 import transformers
 from transformers import PreTrainedTokenizerBase
 
+from baselines.prompt_lookup import check_prompt_lookup
 from evaluation_data import Sample, choose_data_sets, digest, encode_questions, read_questions
 from evaluation_files import (
     RowLog,
@@ -31,7 +32,8 @@ from evaluation_files import (
     safe_name,
     target_fingerprint,
 )
-from evaluation_workers import Run, TargetOptions
+from evaluation_methods import METHODS, Run
+from evaluation_workers import TargetOptions
 from pipeline_inference import Sampling, check_attention, check_limits, load_tokenizer
 from pipeline_model import load_target_config, read_head
 from script_utils import resolve_dtype
@@ -63,8 +65,32 @@ class Plan:
     note: str  # which data sets, and why
 
 
+FLAGS_OF = {  # flags that one method alone has, and what they are when nobody gave them
+    "draft_top_k": ("spd", [1]),
+    "num_stages": ("spd", None),
+    "use_deepest": ("spd", None),
+    "num_steps": ("eagle3", [7]),
+    "prompt_lookup_num_tokens": ("prompt_lookup", [10]),
+}
+
+
+def check_method(args: argparse.Namespace) -> None:
+    """ValueError for flags that do not belong to the method, and for a checkpoint too many or too few."""
+    for name, (method, default) in FLAGS_OF.items():
+        if method != args.method and getattr(args, name) != default:
+            raise ValueError(f"--{name} belongs to --method {method}: leave it out with {args.method}")
+    if METHODS[args.method].config_class is None and args.spec_head_ckpt:
+        raise ValueError(f"--method {args.method} has no checkpoint: leave --spec_head_ckpt out")
+    if METHODS[args.method].config_class is not None and not args.spec_head_ckpt:
+        raise ValueError(f"--method {args.method} needs --spec_head_ckpt, the checkpoint of its drafter")
+    for count in (*args.num_steps, *args.prompt_lookup_num_tokens):
+        if count < 1:
+            raise ValueError(f"--num_steps and --prompt_lookup_num_tokens must be at least 1, one is {count}")
+
+
 def check_flags(args: argparse.Namespace) -> None:
     """ValueError for a flag that no run can have; cheap."""
+    check_method(args)
     for temperature in args.temperature:
         Sampling(temperature, args.top_k, args.top_p)
     for width in args.draft_top_k:
@@ -111,12 +137,14 @@ class Planner:
     def __init__(self, args: argparse.Namespace):
         check_flags(args)
         self.args, self.devices = args, parse_devices(args.gpus)
-        self.labels = checkpoint_labels(args.spec_head_ckpt)
+        self.labels = checkpoint_labels(args.spec_head_ckpt) if args.spec_head_ckpt else {}
         self.names, self.note = choose_data_sets(args.data_dir, args.datasets)
         questions = [
             item for name in self.names for item in read_questions(args.data_dir, name, args.prompts_per_dataset)
         ]
         self.config = load_target_config(args.base_model_path, args.trust_remote_code)
+        if args.method == "prompt_lookup":
+            check_prompt_lookup(self.config)
         self.tokenizer = load_tokenizer(args.base_model_path, args.trust_remote_code)
         self.chat_template = bool(self.tokenizer.chat_template) and not args.no_chat_template
         if args.enable_thinking is not None and not self.chat_template:
@@ -138,11 +166,13 @@ class Planner:
             trust_remote_code=args.trust_remote_code,
             threads=max(1, torch.get_num_threads() // len(self.devices)),  # processes on a CPU share its threads
         )
-        self.heads = {path: read_head(path, self.config).config for path in args.spec_head_ckpt}
+        config_class = METHODS[args.method].config_class
+        self.heads = {path: read_head(path, self.config, config_class).config for path in args.spec_head_ckpt}
 
     def plan(self) -> Plan:
         args = self.args
-        axes = (args.spec_head_ckpt, args.temperature, args.draft_top_k, args.num_stages or [None])
+        chains = {"eagle3": args.num_steps, "prompt_lookup": args.prompt_lookup_num_tokens}.get(args.method, [0])
+        axes = (args.spec_head_ckpt or [None], args.temperature, args.draft_top_k, args.num_stages or [None], chains)
         shared = self.target_settings()
         runs = [self.planned(shared, *values) for values in itertools.product(*map(dict.fromkeys, axes))]
         for folder in (args.output_dir, baseline_folder(args)):
@@ -172,40 +202,49 @@ class Planner:
         }
 
     def planned(
-        self, shared: Mapping[str, Any], path: str, temperature: float, width: int, num_stages: int | None
+        self,
+        shared: Mapping[str, Any],
+        path: str | None,
+        temperature: float,
+        width: int,
+        num_stages: int | None,
+        chain: int,
     ) -> PlannedRun:
-        args, head = self.args, self.heads[path]
+        args, method = self.args, METHODS[self.args.method]
         sampling = Sampling(temperature, args.top_k, args.top_p)
         num_layers = self.config.num_hidden_layers
-        try:
-            stage_sizes = head.split(num_layers, num_stages)
-        except ValueError as error:
-            raise ValueError(f"{path!r}: {error}") from None
+        shape = {"stage_sizes": (num_layers,)} if path is None else self.head_shape(path, num_stages)
         run = Run(
             sampling=sampling,
             max_new_tokens=args.max_new_tokens,
             seed=args.seed,
-            stage_sizes=stage_sizes,
+            method=args.method,
             spec_head_ckpt=path,
-            num_spec_layers=head.num_spec_layers,
             draft_top_k=width,
-            use_deepest=head.trained_with_use_deepest if args.use_deepest is None else args.use_deepest,
+            draft_chain=chain,
+            **shape,
         )
         baseline_settings = dict(shared) | {"temperature": temperature}
+        title = " ".join(filter(None, (method.title, self.labels.get(path))))
         settings = baseline_settings | {
-            "label": f"SPD {self.labels[path]}, {split_name(run.stage_sizes)}, W = {width}, T = {temperature:g}",
+            "label": ", ".join([title, *run.axes, f"T = {temperature:g}"]),
             "placement": PLACEMENT,
-            "head": self.labels[path],
-            "head_sha256": file_sha256(checkpoint_file(path)),
+            "method": args.method,
+            "method_fingerprint": code_fingerprint(method.code),
+            "head": self.labels.get(path),
+            "head_sha256": None if path is None else file_sha256(checkpoint_file(path)),
             "stage_sizes": run.stage_sizes,
             "num_spec_layers": run.num_spec_layers,
             "draft_top_k": width,
+            "draft_chain": chain,
             "use_deepest": run.use_deepest,
             "baseline": args.baseline,
             "prompts": digest(self.samples),
         }
-        name = f"{settings['head']}__{settings['target']}__n{len(run.stage_sizes)}_W{width}_T{number_name(temperature)}"
-        if run.use_deepest != head.trained_with_use_deepest:
+        kind = [] if args.method == "spd" else [args.method]
+        axes = "_".join([*kind, *run.axes.values(), f"T{number_name(temperature)}"])
+        name = "__".join(filter(None, (self.labels.get(path), settings["target"], axes)))
+        if path is not None and run.use_deepest != self.heads[path].trained_with_use_deepest:
             name += f"_{'' if run.use_deepest else 'no-'}use_deepest"
         return PlannedRun(
             run=run,
@@ -216,11 +255,18 @@ class Planner:
             baseline_rows=baseline_cache(baseline_folder(args), baseline_settings),
         )
 
-
-def split_name(stage_sizes: Sequence[int]) -> str:
-    """How a reader is told of a split: its number of stages, and their layers where these differ."""
-    sizes = "" if len(set(stage_sizes)) == 1 else f" ({';'.join(map(str, stage_sizes))})"
-    return f"n = {len(stage_sizes)}{sizes}"
+    def head_shape(self, path: str, num_stages: int | None) -> dict[str, Any]:
+        """The settings of a run that its head decides. ValueError for stages that it was not trained for."""
+        head, flag = self.heads[path], self.args.use_deepest
+        try:
+            stage_sizes = head.split(self.config.num_hidden_layers, num_stages)
+        except ValueError as error:
+            raise ValueError(f"{path!r}: {error}") from None
+        return {
+            "stage_sizes": stage_sizes,
+            "num_spec_layers": head.num_spec_layers,
+            "use_deepest": head.trained_with_use_deepest if flag is None else flag,
+        }
 
 
 def baseline_folder(args: argparse.Namespace) -> Path:

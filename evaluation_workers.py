@@ -1,7 +1,4 @@
-"""Who runs the samples of an evaluation: one process a device, each with the target loaded once.
-
-`build_decoder` makes the decoder of a run's method; everything else here is the same for every method.
-"""
+"""Who runs the samples of an evaluation, by whichever method: one process a device, the target loaded once in each."""
 
 from __future__ import annotations
 
@@ -17,10 +14,12 @@ from typing import Any
 
 import torch
 
+from baselines.prompt_lookup import PromptLookup
 from evaluation_data import Sample
-from evaluation_metrics import Costs, Row, compare_with_baseline, failed_row, sample_row, spd_costs
-from pipeline_inference import Decoder, LocalExecutor, Sampling, SPDDrafter, logit_gap
-from pipeline_model import Target, load_head
+from evaluation_methods import Run, build_decoder
+from evaluation_metrics import Row, compare_with_baseline, failed_row, sample_row
+from pipeline_inference import Decoder, LocalExecutor, logit_gap
+from pipeline_model import Target
 from script_utils import quiet_libraries
 
 WARMUP_PROMPT = 32  # prompt tokens of the unrecorded generation before a decoder's first sample
@@ -38,29 +37,6 @@ class TargetOptions:
 
 
 @dataclass(frozen=True)
-class Run:
-    """One combination of settings: a method, and how it decodes every sample."""
-
-    sampling: Sampling
-    max_new_tokens: int
-    seed: int
-    stage_sizes: tuple[int, ...]  # (L,): the target alone
-    spec_head_ckpt: str | None = None  # None: the target alone
-    num_spec_layers: int = 0
-    draft_top_k: int = 1
-    use_deepest: bool | None = None  # None: as the head was trained
-
-    @property
-    def costs(self) -> Costs:
-        return spd_costs(self.stage_sizes, self.num_spec_layers)
-
-    @property
-    def num_devices(self) -> int:
-        """Devices that the theory assumes: one a stage, and one for the head."""
-        return len(self.stage_sizes) + (self.spec_head_ckpt is not None)
-
-
-@dataclass(frozen=True)
 class Task:
     """One sample of a run, and the baseline's row of the same sample, if there is a baseline."""
 
@@ -73,23 +49,6 @@ def sample_seed(seed: int, sample: Sample) -> int:
     """The seed of a sample's random draws: the same in any order and on any worker."""
     text = f"{seed}/{sample.dataset}/{sample.question_id}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) >> 1
-
-
-def build_decoder(target: Target, run: Run) -> Decoder:
-    """The decoder of a run's method on a loaded target. ValueError for a head that does not fit."""
-    drafter, anchors = None, (0,)
-    if run.spec_head_ckpt is not None:
-        head = load_head(run.spec_head_ckpt, target)
-        drafter = SPDDrafter(head, target, run.stage_sizes, run.use_deepest)
-        anchors = head.config.anchors
-    return Decoder(
-        LocalExecutor(target, run.stage_sizes, anchors),
-        drafter,
-        sampling=run.sampling,
-        draft_top_k=run.draft_top_k,
-        eos_token_ids=target.eos_token_ids,
-        max_positions=target.config.max_position_embeddings,
-    )
 
 
 class Evaluator:
@@ -108,7 +67,7 @@ class Evaluator:
             trust_remote_code=options.trust_remote_code,
         )
         self._run: Run | None = None
-        self._decoder: Decoder | None = None
+        self._decoder: Decoder | PromptLookup | None = None
 
     def evaluate(self, task: Task) -> Row:
         """The row of a sample, failed or not. ValueError when the run's head does not fit the target."""
@@ -130,7 +89,7 @@ class Evaluator:
 
     def _warm_up(self, sample: Sample) -> None:
         """A short unrecorded generation, so that no sample's times have allocations and kernel choices in them."""
-        cycles = 2 * len(self._decoder.executor.stage_sizes)
+        cycles = 2 * len(self._run.stage_sizes)
         self._decoder.generate(sample.prompt_ids[:WARMUP_PROMPT], min(self._run.max_new_tokens, cycles))
 
     def _compared(self, row: Row, task: Task) -> Row:

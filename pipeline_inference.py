@@ -526,18 +526,19 @@ class GenerationResult:
     """What one generation did. The metrics are METHOD section 7's."""
 
     stage_sizes: tuple[int, ...]
-    tokens: list[int] = field(default_factory=list)  # new tokens, the prefill's first one included
+    tokens: list[int] = field(default_factory=list)  # new tokens, the prefill's included
     accepted: list[bool] = field(default_factory=list)  # a flag a token; True for the prefill's
     cycles: int = 0
     verified_by_fill: list[int] = field(default_factory=list)  # index F - 1: drafts made with F tokens in flight
     accepted_by_fill: list[int] = field(default_factory=list)
     stop_reason: str = ""  # "eos" or "length"
     timings: Timings = field(default_factory=Timings)
+    prefill_tokens: int = 1  # tokens that the prefill gave: one, but where it verifies drafts already
 
     @property
     def new_tokens(self) -> int:
-        """Tokens that the cycles produced: the prefill's is not counted."""
-        return len(self.tokens) - 1
+        """Tokens that the cycles produced: the prefill's are not counted."""
+        return len(self.tokens) - self.prefill_tokens
 
     @property
     def n_verified(self) -> int:

@@ -21,8 +21,9 @@ import evaluation_plan
 import pipeline_inference
 from eval import build_parser, main
 from evaluation_data import Sample
+from evaluation_methods import split_name
 from evaluation_metrics import METRICS, spd_costs, summarise
-from evaluation_plan import Planner, parse_devices, split_name
+from evaluation_plan import Planner, parse_devices
 from evaluation_workers import Evaluator, sample_seed
 from pipeline_inference import Decoder, Sampling, Verdict
 from pipeline_model import CHECKPOINT_NAME, Target, load_head, save_head

@@ -1,0 +1,57 @@
+"""What one message between two processes takes: hidden states sent to and fro. Imports little, so it starts fast."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, multiprocessing
+
+WARM_UP = 10  # round trips
+PATIENCE = timedelta(minutes=5)  # for the other process to start
+
+
+def message_ms(device: torch.device, hidden: Tensor, rounds: int) -> float:
+    """Milliseconds of a hidden state's way from one process to another: half of the median round trip.
+
+    From GPU to GPU where there are two, otherwise through the host's memory, as distributed decoding does.
+    """
+    direct = device.type == "cuda" and torch.cuda.device_count() > 1
+    store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+    settings = direct, device.type, hidden.cpu(), rounds
+    other = multiprocessing.get_context("spawn").Process(target=_join, args=(store.port, *settings), daemon=True)
+    other.start()
+    seconds = _exchange(0, store, *settings)
+    other.join()
+    return statistics.median(seconds) / 2 * 1e3
+
+
+def _join(port: int, *settings) -> None:
+    """The other process."""
+    _exchange(1, dist.TCPStore("127.0.0.1", port, 2), *settings)
+
+
+def _exchange(rank: int, store: dist.Store, direct: bool, device_type: str, hidden: Tensor, rounds: int) -> list[float]:
+    """Both processes at once: send a hidden state from rank 0 to rank 1 and back. Seconds of each round trip."""
+    device = torch.device("cpu") if device_type == "cpu" else torch.device(device_type, rank if direct else 0)
+    dist.init_process_group("nccl" if direct else "gloo", store=store, rank=rank, world_size=2, timeout=PATIENCE)
+    on_device = hidden.to(device)
+    message = on_device if direct else hidden.clone()
+    seconds = []
+    for _ in range(WARM_UP + rounds):
+        begun = time.perf_counter()
+        for sender in (0, 1):
+            if rank == sender:
+                message.copy_(on_device)
+                dist.send(message, 1 - rank)
+            else:
+                dist.recv(message, sender)
+                on_device.copy_(message)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - begun)
+    dist.destroy_process_group()
+    return seconds[WARM_UP:]

@@ -267,7 +267,7 @@ class RankProcess:
         self._watch_signals()
         code, message = 0, None
         try:
-            self._group = Group(Environment.read(), timedelta(seconds=self.args.load_timeout_sec))
+            self._group = self._meet()
             code = self._play()
         except ValueError as error:
             code, message = 2, " ".join(str(error).split())
@@ -276,6 +276,17 @@ class RankProcess:
         except Exception as error:  # whatever it is: no other rank may wait for this one
             code, message = 1, self._reason(error)
         self._leave(code, message)
+
+    def _meet(self) -> Group:
+        """Find the other ranks. Some ways not to find them, a foreign server at the port for one, never return."""
+        environment, seconds = Environment.read(), self.args.load_timeout_sec
+        reason = f"rank {environment.rank} has not met the others after {seconds:g} s: did one end, or never start?"
+        alarm = threading.Timer(seconds, self._leave, (2, reason))
+        alarm.daemon = True
+        alarm.start()
+        group = Group(environment, timedelta(seconds=seconds))
+        alarm.cancel()
+        return group
 
     def _play(self) -> int:
         """Agree, load, agree again, work."""

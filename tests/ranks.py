@@ -6,7 +6,6 @@ The processes are forked from a server that has imported everything once. What a
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +14,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import torch
+from torch.distributed import TCPStore
 
 from distributed_inference import example_mp_pipeline_generate
 
@@ -22,18 +22,11 @@ CONTEXT = get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.ranks"])
 
 
-def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
-
-
-def _rank(rank: int, world_size: int, port: int, folder: Path, function: Callable, args: Sequence) -> None:
+def _rank(rank: int, place: dict[str, str], folder: Path, function: Callable, args: Sequence) -> None:
     """Body of a rank's process."""
     for descriptor, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(folder / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT), descriptor)
-    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
-    os.environ.update({name: str(number) for name, number in numbers.items()}, MASTER_ADDR="127.0.0.1")
+    os.environ.update(place, RANK=str(rank), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
     function(*args)
     sys.stdout.flush()
@@ -43,8 +36,8 @@ def _rank(rank: int, world_size: int, port: int, folder: Path, function: Callabl
 class Ranks:
     """Running ranks: their processes, and what they have printed so far."""
 
-    def __init__(self, folder: Path, processes: list, port: int):
-        self.folder, self.processes, self.port = folder, processes, port
+    def __init__(self, folder: Path, processes: list):
+        self.folder, self.processes = folder, processes
 
     def out(self, rank: int) -> str:
         return (self.folder / f"{rank}.out").read_text()
@@ -70,17 +63,23 @@ class Ranks:
 
 @contextmanager
 def ranks(world_size: int, folder: Path, function: Callable, *args, port: int | None = None) -> Iterator[Ranks]:
-    """Start `function(*args)` on every rank; kills what is left at the end."""
+    """Start `function(*args)` on every rank; kills what is left at the end.
+
+    The ranks' common store is here, as it is in torchrun's own process; with a `port`, rank 0 has it there.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    port = port or free_port()
+    place = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    if port is None:
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        place |= {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     processes = [
-        CONTEXT.Process(target=_rank, args=(rank, world_size, port, folder, function, args), daemon=True)
+        CONTEXT.Process(target=_rank, args=(rank, place, folder, function, args), daemon=True)
         for rank in range(world_size)
     ]
     for process in processes:
         process.start()
     try:
-        yield Ranks(folder, processes, port)
+        yield Ranks(folder, processes)
     finally:
         for process in processes:
             if process.is_alive():

@@ -1,0 +1,171 @@
+"""Decoding over ranks is decoding in one process: the same tokens, accepted flags and cycles.
+
+Real processes, real messages, tiny targets. Each launch of ranks runs a list of cases, since starting costs most.
+"""
+
+import copy
+import itertools
+import random
+from dataclasses import dataclass
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distributed_inference.layout import DRAFT_RANK, Layout
+from distributed_inference.links import Wires
+from distributed_inference.remote import Pipeline, RemoteExecutor
+from distributed_inference.stages import Setup, StageRunner, StageServer
+from pipeline_inference import Decoder, LocalExecutor, Sampling, SPDDrafter
+from pipeline_model import Target
+from tests.ranks import ranks
+from tests.tiny import (
+    FAMILIES,
+    VOCAB,
+    ScriptedDrafter,
+    hf_greedy,
+    oracle,
+    random_prompt,
+    tiny_head,
+    tiny_model,
+)
+
+CPU = torch.device("cpu")
+TIMEOUT = timedelta(seconds=60)
+TOKENS = 12
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The same decoding
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to decode, on as many ranks as it needs."""
+
+    family: str
+    sizes: tuple[int, ...]
+    colocated: bool
+    lm_head: str
+    width: int
+    lag: int
+    temperature: float
+    prompt_length: int
+    drafter: str  # "head", "shallow head", "mixed" (right and wrong by a script), or "none" (the target alone)
+
+    @property
+    def layout(self):
+        return Layout(self.sizes, self.colocated, self.lm_head)
+
+
+def covering_sample(family, sizes, colocated, count):
+    """`count` cases of a family, in which each value of each factor appears about as often as the others."""
+    rng = random.Random(f"{family}{sizes}{colocated}")
+    drafters = ["head", "mixed", "shallow head", "none"]
+    factors = [["draft", "last", "split"], [1, 4], [0, 1], [0.0, 1.0], [1, 9], drafters]
+    columns = [list(itertools.islice(itertools.cycle(values), count)) for values in factors]
+    for column in columns:
+        rng.shuffle(column)
+    return [Case(family, sizes, colocated, *row) for row in zip(*columns, strict=True)]
+
+
+def cases(world_size):
+    layouts = {3: [((1, 3), False), ((2, 1, 1), True)], 4: [((1, 2, 1), False)]}[world_size]
+    return [
+        case
+        for family in FAMILIES
+        for sizes, colocated in layouts
+        for case in covering_sample(family, sizes, colocated, 3)
+    ]
+
+
+def part_of(model, layout, rank):
+    """What a rank would load of a target, cut from a whole one."""
+    part = layout.part(rank, VOCAB)
+    model = copy.deepcopy(model)
+    for index in range(len(model.model.layers)):
+        if index not in part.layers:
+            model.model.layers[index] = torch.nn.Identity()
+    return Target(part.trim(model))
+
+
+def decoder(case, executor, target, head, prompt):
+    """A decoder of a case over any executor."""
+    drafter = None
+    if case.drafter == "mixed":
+        sequence = random_prompt(200, seed=5)  # mostly wrong; where sampling follows it by chance, right
+        sequence[: len(prompt)] = prompt
+        continuation = hf_greedy(tiny_model(case.family), prompt, TOKENS + 8)
+        sequence[len(prompt) : len(prompt) + len(continuation)] = continuation
+        choose = oracle(sequence, rank=lambda position: random.Random(position).choice([0, 0, 0, 1, 9]), width=4)
+        drafter = ScriptedDrafter(choose).with_prompt(prompt)
+    elif case.drafter != "none":
+        drafter = SPDDrafter(head, target, case.sizes, case.drafter == "head")
+    return Decoder(
+        executor,
+        drafter,
+        sampling=Sampling(case.temperature),
+        draft_top_k=case.width,
+        verify_lag=case.lag,
+        seed=len(prompt),
+    )
+
+
+def summary(result):
+    return result.tokens, result.accepted, result.cycles, result.verified_by_fill, result.accepted_by_fill
+
+
+def decode_cases(world_size):
+    """On every rank: all cases; the draft rank compares with one process and prints what differs."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    for case in cases(world_size):
+        model = tiny_model(case.family)
+        whole = Target(copy.deepcopy(model))
+        head = tiny_head(whole, case.sizes)
+        target = part_of(model, case.layout, rank)
+        anchors = head.config.anchors
+        wires = Wires(CPU, torch.float32, dist.new_group())
+        setup = Setup(case.layout, rank, wires, case.width, anchors, TIMEOUT, TIMEOUT)
+        stage = case.layout.stage_of(rank)
+        runner = None if stage is None else StageRunner(target, case.layout.layers(stage))
+        if rank != DRAFT_RANK:
+            StageServer(setup, target, runner).serve()
+            continue
+        pipeline = Pipeline(setup, target, runner)
+        used = (0,) if case.drafter == "none" else anchors
+        prompt = random_prompt(case.prompt_length, seed=1)
+        ours = decoder(case, RemoteExecutor(pipeline, used, verify_lag=case.lag), target, head, prompt)
+        left = iter(ours.start(prompt, TOKENS))
+        for _ in range(3):  # a generation that is left, with tokens in flight: the next one starts clean
+            next(left)
+        theirs = decoder(case, LocalExecutor(whole, case.sizes, used), whole, head, prompt).generate(prompt, TOKENS)
+        ours = ours.generate(prompt, TOKENS)
+        if summary(ours) != summary(theirs):
+            print(f"DIFFERS: {case}:\n{summary(ours)}\n{summary(theirs)}")
+        if len(ours.timings.stages) != len(case.sizes) or not min(ours.timings.stages) > 0:
+            print(f"NO TIMES: {case}: {ours.timings}")
+        pipeline.stop()
+    print("finished", flush=True)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("world_size", [3, 4])
+def test_ranks_decode_as_one_process_does(world_size, tmp_path):
+    """Guards against any family, split, width, lag, sampling, draft and place of the lm_head in which ranks differ."""
+    with ranks(world_size, tmp_path, decode_cases, world_size) as running:
+        assert running.join(timeout=500) == [0] * world_size, running.err(0)
+        assert running.out(0) == "finished\n"
+
+
+def test_the_cases_cover_every_value():
+    """Guards against a sample that leaves a value out."""
+    everything = cases(3) + cases(4)
+    for family in FAMILIES:
+        mine = [case for case in everything if case.family == family]
+        assert {case.lm_head for case in mine} == {"draft", "last", "split"}
+        assert {case.drafter for case in mine} == {"head", "shallow head", "mixed", "none"}
+        assert {(case.width, case.lag) for case in mine} == {(1, 0), (1, 1), (4, 0), (4, 1)}
+        assert {case.temperature for case in mine} == {0.0, 1.0}

@@ -1,0 +1,346 @@
+"""The scripts with ranks as real processes: what they print, what every rank loads, and how they end when one fails."""
+
+import contextlib
+import io
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from distributed_inference.launch import RankParser
+from distributed_inference.layout import Layout, parse_gpus
+from distributed_inference.stages import StageRunner
+from distributed_inference.startup import check_same
+from pipeline_inference import Generation
+from pipeline_model import Target, TargetPart, load_head, save_head
+from tests.ranks import CONTEXT, generate, ranks
+from tests.tiny import FAMILIES, VOCAB, save_target, spd_decoder, tiny_head
+
+IDS = [5, 17, 3]
+PROMPT = "w5 w17 w3"
+ERROR = "example_mp_pipeline_generate.py: error: "
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A target of four layers, and a head for two stages of it."""
+    folder = tmp_path_factory.mktemp("files")
+    save_target(folder / "target")
+    save_head(tiny_head(Target.load(str(folder / "target")), (1, 3)), folder / "head.pt")
+    return folder
+
+
+def flags(files, *more, tokens=12):
+    paths = ["--base_model_path", str(files / "target"), "--spec_head_ckpt", str(files / "head.pt")]
+    return [*paths, "--rank_gpus", "cpu", "--max_new_tokens", str(tokens), "--prompt", PROMPT, *more]
+
+
+def expected(files, tokens=12, **settings):
+    """What one process decodes."""
+    target = Target.load(str(files / "target"))
+    return spd_decoder(target, load_head(files / "head.pt", target), **settings).generate(IDS, tokens)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is printed and written
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_example_prints_the_pipelines_text_and_times(files, tmp_path):
+    """Guards against text, counts, memory, profile or trace that are not those of the run."""
+    written = ["--profile_timing", str(tmp_path / "profile.json"), "--trace", str(tmp_path / "trace.json")]
+    with ranks(3, tmp_path, generate, *flags(files, *written)) as running:
+        assert running.join() == [0, 0, 0]
+        out = running.out(0)
+        assert [running.out(rank) + running.err(rank) for rank in (1, 2)] == ["", ""]
+    result = expected(files)
+    assert " ".join(f"w{token}" for token in result.tokens) in out
+    assert "[pipeline] 12 tokens (length), " in out
+    assert f"{result.cycles} cycles, n = 2, alpha {result.alpha:.2f} ({result.n_accepted}/11)" in out
+    assert re.search(r"^rank 0 \(draft\) +cpu +none", out, re.M)
+    assert re.search(r"^rank 2 \(stage 1\) +cpu +1-3", out, re.M)
+    rows = json.loads((tmp_path / "profile.json").read_text())["by_fill"]
+    assert sum(row["cycles"] for row in rows) == result.cycles - 1
+    assert {row["fill"] for row in rows} == {1, 2}
+    for row in rows:
+        parts = row["draft_ms"] + row["wait_ms"] + row["verify_ms"] + row["rest_ms"]
+        assert parts == pytest.approx(row["cycle_ms"], rel=0.9)  # medians do not add up exactly
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {e["args"]["name"] for e in events if e["name"] == "thread_name"} == {
+        "draft",
+        "stage 0",
+        "stage 1",
+        "verify",
+        "wait",
+    }
+
+
+def test_torchrun_starts_the_example(files):
+    """Guards against a script that needs anything torchrun does not give, and processes that stay behind."""
+    command = ["torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    script = "distributed_inference/example_mp_pipeline_generate.py"
+    done = subprocess.run(
+        [sys.executable, "-m", *command, script, *flags(files, "--colocate_draft", "--verify_lag", "1")],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert " ".join(f"w{token}" for token in expected(files, verify_lag=1).tokens) in done.stdout
+    assert "rank 0 (draft, stage 0)" in done.stdout
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A rank loads its part
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_part_has_its_own_weights_and_no_others(family, tied, tmp_path):
+    """Guards against a rank that loads more than it runs, or other weights: ties, split rows and experts included."""
+    model = save_target(tmp_path, family, tied=tied)
+    whole = model.state_dict()
+    layout = Layout((1, 2, 1), lm_head="split")
+    held = set()
+    for rank in range(layout.world_size):
+        part = layout.part(rank, VOCAB)
+        target = Target.load(str(tmp_path), part=part)
+        state = target.model.state_dict()
+        rows = state.pop("lm_head.weight")
+        assert torch.equal(rows, whole["lm_head.weight"][part.lm_head.start : part.lm_head.stop])
+        assert all(torch.equal(weight, whole[name]) for name, weight in state.items())
+        layers = {int(name.split(".")[2]) for name in state if name.startswith("model.layers.")}
+        assert layers == set(part.layers)
+        assert ("model.embed_tokens.weight" in state) is (rank == 0)
+        held |= state.keys()
+    assert held == whole.keys() - {"lm_head.weight"}
+
+
+def peak_of(part, path, pipe):
+    """In a process of its own: the peak memory that loading adds, in bytes."""
+
+    def status(name):
+        return int(re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+
+    before = status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts here
+    target = Target.load(path, part=part)
+    for weight in target.model.parameters():
+        weight.sum()  # weights in a mapped file count once they are read
+    pipe.send((status("VmHWM") - before, sum(weight.nbytes for weight in target.model.parameters())))
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's peak memory")
+def test_loading_a_part_never_needs_the_whole(tmp_path):
+    """Guards against weights that are read only to be dropped: a rank's peak must follow its own layers."""
+    save_target(tmp_path, layers=16, hidden_size=256, intermediate_size=1024, head_dim=64)
+    peaks, weights = {}, {}
+    for count in (0, 2, 16):
+        ours, theirs = CONTEXT.Pipe()
+        process = CONTEXT.Process(target=peak_of, args=(TargetPart(range(count)), str(tmp_path), theirs))
+        process.start()
+        peaks[count], weights[count] = ours.recv()
+        process.join()
+    # What loading itself needs is the same for all.
+    assert weights[16] < peaks[16] - peaks[0]
+    assert peaks[2] - peaks[0] < weights[16] / 4
+
+
+def test_checkpoints_without_safetensors_are_refused(files, tmp_path):
+    """Guards against a rank that reads a whole pickled checkpoint to keep a part of it."""
+    for name in ("config.json", "generation_config.json"):
+        (tmp_path / name).write_bytes((files / "target" / name).read_bytes())
+    torch.save({}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="safetensors"):
+        Target.load(str(tmp_path), part=TargetPart(range(1)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Mistakes that are found before anything is loaded
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_number_of_ranks_must_fit(files, tmp_path):
+    """Guards against ranks that wait for one that was never started; both numbers are named."""
+    begun = time.monotonic()
+    with ranks(2, tmp_path, generate, *flags(files)) as running:
+        assert running.join() == [2, 2]
+        assert running.err(0) == (
+            f"{ERROR}2 ranks were started, but 2 stages with a draft rank need 3: torchrun --nproc_per_node=3\n"
+        )
+        assert running.err(1) == ""
+    assert time.monotonic() - begun < 45
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("0,1", "lists 2 GPUs, but there are 3 ranks"), ("0,x,1", "'0,x,1'"), ("", "''")]
+)
+def test_gpu_lists_are_checked(text, message):
+    """Guards against a list that leaves a rank without a GPU, or names none."""
+    with pytest.raises(ValueError, match=message):
+        parse_gpus(text, 3)
+    assert parse_gpus("0, 1,0", 3) == [0, 1, 0]
+
+
+def one_rank_differs(rank, *changes):
+    """The example, with other flags on one rank."""
+    first, *others = changes
+    generate(*(others if os.environ["RANK"] == str(rank) else first))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--dtype", "bfloat16"], "rank 2 (stage 1) has dtype bfloat16, but rank 0 (draft) has float32"),
+        (["--base_model_path", "/nowhere"], "rank 2: no target model at '/nowhere'"),
+    ],
+    ids=["another dtype", "a missing file"],
+)
+def test_a_rank_that_differs_is_named(files, tmp_path, change, message):
+    """Guards against ranks that disagree and go on, and a rank that fails alone while the others wait for it."""
+    with ranks(3, tmp_path, one_rank_differs, 2, flags(files), *flags(files, *change)) as running:
+        assert running.join() == [2, 2, 2]
+        assert running.err(0).startswith(f"{ERROR}{message}")
+        assert running.err(0).count("\n") == 1
+
+
+def test_every_fact_is_compared():
+    """Guards against a difference that is gathered and not looked at."""
+    facts = {"number of stages": "2", "head checksum": "abc", "code version": "1"}
+    check_same([facts, dict(facts)], str)
+    for name in facts:
+        with pytest.raises(ValueError, match=f"1 has {name} other, but 0 has {facts[name]}"):
+            check_same([facts, facts | {name: "other"}], str)
+
+
+def test_a_port_in_use_is_named(files, tmp_path):
+    """Guards against a traceback, or a hang, where another program has the port."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        with ranks(3, tmp_path, generate, *flags(files, "--load_timeout_sec", "5"), port=port) as running:
+            assert running.join() == [2, 2, 2]
+            assert f"rank 0 cannot meet the others at 127.0.0.1:{port}" in running.err(0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ranks that die
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def stuck_at(where, victim, *arguments):
+    """The example; one rank says so and sleeps when it gets to a place."""
+    owner, name, calls = {
+        "load": (Target, "load", 0),
+        "prefill": (StageRunner, "prefill", 0),
+        "decode": (StageRunner, "run", 7),
+        "cycle": (Generation, "_cycle", 7),
+    }[where]
+    if os.environ["RANK"] == str(victim):
+        original = getattr(owner, name)
+        count = iter(range(1000))
+
+        def sleep(*args, **kwargs):
+            if next(count) >= calls:
+                print("here", flush=True)
+                time.sleep(600)
+            return original(*args, **kwargs)
+
+        setattr(owner, name, sleep)
+    generate(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("where", "victim", "said"),
+    [
+        ("load", 2, "rank 0 (draft) lost rank 2 (stage 1): it closed its connection"),
+        ("prefill", 1, "lost rank 1 (stage 0): it closed its connection"),
+        ("decode", 2, "lost rank 2 (stage 1): it closed its connection"),
+        ("cycle", 0, "lost rank 0 (draft): it closed its connection"),
+    ],
+)
+def test_survivors_of_a_killed_rank_end_with_its_name(files, tmp_path, where, victim, said):
+    """Guards against survivors that hang, end with 0, or do not say who is gone; verified tokens are not lost."""
+    arguments = flags(files, "--warmup_iters", "0")
+    with ranks(3, tmp_path, stuck_at, where, victim, *arguments) as running:
+        running.wait_for(victim, "here")
+        os.kill(running.processes[victim].pid, signal.SIGKILL)
+        codes = running.join(timeout=30)
+        assert codes == [-9 if rank == victim else 1 for rank in range(3)]
+        for rank in {0, 1, 2} - {victim}:
+            assert said in running.err(rank)
+            assert running.err(rank).count("\n") == 1
+        if where == "decode":
+            printed = re.search(r"\[stopped\] (\d+) tokens were verified: (\[.*\])", running.out(0))
+            assert json.loads(printed[2]) == expected(files).tokens[: int(printed[1])]
+            assert int(printed[1]) >= 2
+
+
+def test_a_rank_that_hangs_is_given_up(files, tmp_path):
+    """Guards against survivors that wait for ever where no connection breaks."""
+    arguments = flags(files, "--warmup_iters", "0", "--decode_timeout_sec", "3")
+    with ranks(3, tmp_path, stuck_at, "decode", 1, *arguments) as running:
+        running.wait_for(1, "here")
+        running.processes[0].join(30)
+        running.processes[2].join(30)
+        assert [running.processes[rank].exitcode for rank in (0, 2)] == [1, 1]
+        assert "(stage 0): it did not answer for 3 s" in running.err(0) + running.err(2)
+
+
+def failing_stage(*arguments):
+    """The example; stage 1 raises in its third cycle."""
+    if os.environ["RANK"] == "2":
+        original, count = StageRunner.run, iter(range(1000))
+
+        def run(*args):
+            if next(count) == 2:
+                raise RuntimeError("out of memory")
+            return original(*args)
+
+        StageRunner.run = run
+    generate(*arguments)
+
+
+def test_the_reason_of_a_failed_rank_reaches_all(files, tmp_path):
+    """Guards against survivors that know only that somebody is gone."""
+    with ranks(3, tmp_path, failing_stage, *flags(files)) as running:
+        assert running.join() == [1, 1, 1]
+        reason = "rank 2 (stage 1) failed with RuntimeError: out of memory"
+        assert all(reason in running.err(rank) for rank in range(3))
+        assert "Traceback" in running.err(2)
+
+
+def test_ctrl_c_ends_a_rank_that_waits(files, tmp_path):
+    """Guards against a rank that cannot be stopped while it waits for a message, and lost tokens."""
+    with ranks(3, tmp_path, stuck_at, "decode", 2, *flags(files, "--warmup_iters", "0")) as running:
+        running.wait_for(2, "here")
+        time.sleep(0.3)
+        os.kill(running.processes[0].pid, signal.SIGINT)
+        running.processes[0].join(20)
+        assert running.processes[0].exitcode == 130
+        assert "stopped by SIGINT" in running.err(0)
+        assert "tokens were verified" in running.out(0)
+        running.processes[1].join(20)
+        assert running.processes[1].exitcode == 1
+
+
+def test_bad_flags_are_said_once_a_machine(monkeypatch):
+    """Guards against the same line from every rank."""
+    for rank, lines in (("0", 1), ("1", 0)):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        captured = io.StringIO()
+        with contextlib.redirect_stderr(captured), pytest.raises(SystemExit) as exit_info:
+            RankParser().error("wrong")
+        assert exit_info.value.code == 2
+        assert captured.getvalue().count("\n") == lines

@@ -370,9 +370,8 @@ class RankProcess:
     def _leave(self, code: int, message: str | None = None) -> NoReturn:
         """End this process, without waiting for receives that nothing will answer any more."""
         self._ending.acquire()  # for good: the first reason counts
-        if code in (0, 2):
-            sys.stdout.flush()
-        else:
+        drafts = self._group is not None and self._group.environment.rank == DRAFT_RANK
+        if drafts and code not in (0, 2):
             self.script.last_words()
         if message is not None:
             print(f"{self.parser.prog}: {'' if code > 2 else 'error: '}{message}", file=sys.stderr)

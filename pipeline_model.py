@@ -428,13 +428,14 @@ class CachePlan(NamedTuple):
 class TreeMask:
     """Which KV slots each live node of a draft tree sees: row i is node i's own view, [nodes, slots] bool."""
 
-    def __init__(self, plan: CachePlan, device: torch.device):
+    def __init__(self, plan: CachePlan, device: torch.device, *, all_slots: bool = False):
+        """`all_slots`: masks cover every slot from the start, so that their shape never changes."""
         self._visible = torch.zeros(plan.nodes, plan.slots, dtype=torch.bool, device=device)
-        self._used = 0  # slots in use so far, from slot 0 up
+        self._used = plan.slots if all_slots else 0  # slots in use so far, from slot 0 up
 
     def start(self, prompt_length: int, root: int) -> None:
         """The prompt fills the first slots; `root` is the node id of its last token."""
-        self._used = prompt_length
+        self._used = max(self._used, prompt_length)
         self._visible[root] = False
         self._visible[root, :prompt_length] = True
 
@@ -484,10 +485,14 @@ class StageCache:
         self._nodes: Tensor | None = None  # [w] states written
         self._gathered: dict[int, Tensor] = {}  # conv states that a layer is updating in place
 
+    def tensors(self) -> list[Tensor]:
+        """All memory, layer by layer."""
+        stores = (self._keys, self._values, self._conv, self._recurrent)
+        return [tensor for store in stores for tensor in store.values()]
+
     def nbytes(self) -> int:
         """Bytes held, all layers together."""
-        stores = (self._keys, self._values, self._conv, self._recurrent)
-        return sum(tensor.nbytes for store in stores for tensor in store.values())
+        return sum(tensor.nbytes for tensor in self.tensors())
 
     def prefill(self, start: int, length: int, root: Tensor) -> None:
         """The layers will run prompt positions `start .. start + length - 1`; `root` [1] is the prompt's node id."""
@@ -763,6 +768,18 @@ class Target:
         """
         cos, sin = self.rope(positions.stop)
         rope = cos[:, positions], sin[:, positions]
+        return self.apply_layers(layers, hidden, rope, mask, anchors, cache)
+
+    def apply_layers(
+        self,
+        layers: range,
+        hidden: Tensor,
+        rope: tuple[Tensor, Tensor],
+        mask: Tensor | None,
+        anchors: Collection[int],
+        cache: StageCache | None,
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """`run_layers` with the positions' rotary cosines and sines, [1, q, D_rot] each: nothing but tensors."""
         if mask is not None and self.needs_float_mask:
             mask = float_mask(mask, hidden.dtype)
         captured = {}

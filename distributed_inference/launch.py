@@ -24,6 +24,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from transformers import PreTrainedConfig
 
+from distributed_inference.compiled import CompiledStageRunner
 from distributed_inference.layout import DRAFT_RANK, LM_HEAD_PLACES, Layout, parse_gpus
 from distributed_inference.links import LostRank
 from distributed_inference.remote import Pipeline, RemoteExecutor
@@ -76,6 +77,7 @@ def add_arguments(parser: Parser) -> None:
     ranks.add_argument("--rank_gpus", help='GPU of each rank, "0,1,2", or cpu; unset: LOCAL_RANK, or the CPU')
     ranks.add_argument("--dist_backend", choices=["nccl", "gloo"], help="payloads; unset: nccl on GPUs, gloo on CPUs")
     ranks.add_argument("--lm_head", default="draft", choices=LM_HEAD_PLACES, help="rank that computes the logits")
+    ranks.add_argument("--compile", action="store_true", help="compiled stages, on GPUs with CUDA graphs")
     ranks.add_argument("--load_timeout_sec", type=float, default=1800, help="for loading, and finding each other")
     ranks.add_argument("--prefill_timeout_sec", type=float, default=300, help="for a message while a prompt is run")
     ranks.add_argument("--decode_timeout_sec", type=float, default=60, help="for a message in a cycle")
@@ -143,6 +145,7 @@ class Checked:
             "lm_head": self.layout.lm_head,
             "draft_top_k": str(args.draft_top_k),
             "backend": self.backend,
+            "compile": str(args.compile),
             "dtype": str(self.dtype).removeprefix("torch."),
             "hidden size": str(self.target_config.hidden_size),
             "vocabulary": str(self.target_config.vocab_size),
@@ -305,8 +308,7 @@ class RankProcess:
             decode_timeout=timedelta(seconds=args.decode_timeout_sec),
         )
         (target, head), memory = group.agree(lambda: self._load(setup))
-        stage = setup.layout.stage_of(rank)
-        runner = None if stage is None else StageRunner(target, setup.layout.layers(stage))
+        runner = self._runner(setup, target)
         if rank != DRAFT_RANK:
             StageServer(setup, target, runner).serve()
             return 0
@@ -319,6 +321,14 @@ class RankProcess:
             raise
         pipeline.stop()
         return code
+
+    def _runner(self, setup: Setup, target: Target) -> StageRunner | None:
+        """The stage that this rank runs, if it runs one."""
+        stage = setup.layout.stage_of(setup.rank)
+        if stage is None:
+            return None
+        layers = setup.layout.layers(stage)
+        return CompiledStageRunner(target, layers, setup.width) if self.args.compile else StageRunner(target, layers)
 
     def _check(self) -> tuple[Checked, dict[str, str]]:
         checked = Checked(self.args, self._group.environment)

@@ -13,12 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from distributed_inference.compiled import CompiledStageRunner
 from distributed_inference.layout import DRAFT_RANK, Layout
 from distributed_inference.links import Wires
+from distributed_inference.messages import Batch, Start, header_size
 from distributed_inference.remote import Pipeline, RemoteExecutor
-from distributed_inference.stages import Setup, StageRunner, StageServer
+from distributed_inference.stages import PREFILL_CHUNK, Setup, StageRunner, StageServer, prompt_chunks
 from pipeline_inference import Decoder, LocalExecutor, Sampling, SPDDrafter
-from pipeline_model import Target
+from pipeline_model import CachePlan, NodeRow, Target
 from tests.ranks import ranks
 from tests.tiny import (
     FAMILIES,
@@ -53,6 +55,7 @@ class Case:
     lag: int
     temperature: float
     prompt_length: int
+    static: bool  # stages with fixed shapes, as they are compiled
     drafter: str  # "head", "shallow head", "mixed" (right and wrong by a script), or "none" (the target alone)
 
     @property
@@ -60,25 +63,30 @@ class Case:
         return Layout(self.sizes, self.colocated, self.lm_head)
 
 
-def covering_sample(family, sizes, colocated, count):
+LAYOUTS = [((1, 3), False), ((2, 1, 1), True), ((1, 2, 1), False)]  # 3, 3 and 4 ranks
+
+
+def covering_sample(family, count=9):
     """`count` cases of a family, in which each value of each factor appears about as often as the others."""
-    rng = random.Random(f"{family}{sizes}{colocated}")
+    rng = random.Random(family)
+    widths_and_lags = [(1, 0), (4, 1), (1, 1), (4, 0)]
     drafters = ["head", "mixed", "shallow head", "none"]
-    factors = [["draft", "last", "split"], [1, 4], [0, 1], [0.0, 1.0], [1, 9], drafters]
+    places = ["draft", "last", "split"]
+    factors = [LAYOUTS, places, widths_and_lags, [0.0, 1.0], [1, 9], [False, True], drafters]
     columns = [list(itertools.islice(itertools.cycle(values), count)) for values in factors]
     for column in columns:
         rng.shuffle(column)
-    return [Case(family, sizes, colocated, *row) for row in zip(*columns, strict=True)]
+    return [
+        Case(family, *layout, place, *width_and_lag, *rest)
+        for layout, place, width_and_lag, *rest in zip(*columns, strict=True)
+    ]
+
+
+CASES = [case for family in FAMILIES for case in covering_sample(family)]
 
 
 def cases(world_size):
-    layouts = {3: [((1, 3), False), ((2, 1, 1), True)], 4: [((1, 2, 1), False)]}[world_size]
-    return [
-        case
-        for family in FAMILIES
-        for sizes, colocated in layouts
-        for case in covering_sample(family, sizes, colocated, 3)
-    ]
+    return [case for case in CASES if case.layout.world_size == world_size]
 
 
 def part_of(model, layout, rank):
@@ -113,12 +121,18 @@ def decoder(case, executor, target, head, prompt):
     )
 
 
+def new_runner(case, target, stage):
+    layers = case.layout.layers(stage)
+    return CompiledStageRunner(target, layers, case.width) if case.static else StageRunner(target, layers)
+
+
 def summary(result):
     return result.tokens, result.accepted, result.cycles, result.verified_by_fill, result.accepted_by_fill
 
 
 def decode_cases(world_size):
     """On every rank: all cases; the draft rank compares with one process and prints what differs."""
+    torch.compile = lambda function, **_: function  # what is compiled is tested; compiling takes half a minute
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     for case in cases(world_size):
@@ -130,7 +144,7 @@ def decode_cases(world_size):
         wires = Wires(CPU, torch.float32, dist.new_group())
         setup = Setup(case.layout, rank, wires, case.width, anchors, TIMEOUT, TIMEOUT)
         stage = case.layout.stage_of(rank)
-        runner = None if stage is None else StageRunner(target, case.layout.layers(stage))
+        runner = None if stage is None else new_runner(case, target, stage)
         if rank != DRAFT_RANK:
             StageServer(setup, target, runner).serve()
             continue
@@ -161,11 +175,50 @@ def test_ranks_decode_as_one_process_does(world_size, tmp_path):
 
 
 def test_the_cases_cover_every_value():
-    """Guards against a sample that leaves a value out."""
-    everything = cases(3) + cases(4)
+    """Guards against a sample that leaves a value out for some family."""
     for family in FAMILIES:
-        mine = [case for case in everything if case.family == family]
+        mine = [case for case in CASES if case.family == family]
+        assert {(case.sizes, case.colocated) for case in mine} == set(LAYOUTS)
         assert {case.lm_head for case in mine} == {"draft", "last", "split"}
         assert {case.drafter for case in mine} == {"head", "shallow head", "mixed", "none"}
         assert {(case.width, case.lag) for case in mine} == {(1, 0), (1, 1), (4, 0), (4, 1)}
         assert {case.temperature for case in mine} == {0.0, 1.0}
+        assert {case.static for case in mine} == {False, True}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pieces
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_headers_are_read_as_they_were_written():
+    """Guards against fields that change places between two ranks, and buffers that are too small."""
+    start = Start(70, 3, CachePlan(200, 40, tree=True), (0, 2, 4))
+    batch = Batch(9, 75, [NodeRow(11, 4, 3, 75), NodeRow(12, 5, 3, 76)])
+    zeros = [0] * 9  # a header arrives with zeros behind it
+    assert Start.parse(start.header() + zeros) == start
+    assert Batch.parse(batch.header() + zeros) == batch
+    assert Batch.parse(Batch(9, -1, []).header() + zeros) == Batch(9, -1, [])
+    assert header_size(3, 2) == max(len(start.header()), len(batch.header()))
+
+
+@pytest.mark.parametrize("lm_head", ["draft", "last", "split"])
+@pytest.mark.parametrize("colocated", [False, True])
+def test_ranks_share_the_target_without_overlap(lm_head, colocated):
+    """Guards against layers or vocabulary rows that two ranks have, or none."""
+    layout = Layout((2, 1, 3), colocated, lm_head)
+    parts = [layout.part(rank, VOCAB) for rank in range(layout.world_size)]
+    assert [layer for part in parts for layer in part.layers] == list(range(6))
+    assert sorted(row for part in parts for row in part.lm_head) == list(range(VOCAB))
+    assert [part.embedding for part in parts] == [True] + [False] * (layout.world_size - 1)
+    assert layout.world_size == 3 + (not colocated)
+    assert [layout.stage_of(layout.rank_of(stage)) for stage in range(3)] == [0, 1, 2]
+    assert layout.describe(0) == ("rank 0 (draft, stage 0)" if colocated else "rank 0 (draft)")
+
+
+@pytest.mark.parametrize("length", [1, PREFILL_CHUNK, PREFILL_CHUNK + 1, 3 * PREFILL_CHUNK])
+def test_chunks_cover_the_prompt(length):
+    """Guards against prompt tokens that no chunk has."""
+    chunks = list(prompt_chunks(length))
+    assert [position for chunk in chunks for position in chunk] == list(range(length))
+    assert max(map(len, chunks)) <= PREFILL_CHUNK

@@ -39,6 +39,7 @@ from benchmarks.stage_plan import (
     times_record,
     trace_alpha,
 )
+from evaluation_files import device_name
 from pipeline_model import (
     CachePlan,
     HeadCache,
@@ -119,6 +120,16 @@ class Meter:
         stages = min(self.args.num_devices, self.target.num_layers)
         settings = argparse.Namespace(num_stages=stages, num_spec_layers=self.args.num_spec_layers)
         return head_config(settings, self.target, self.args.draft_vocab_size).build(self.target.config)
+
+    @property
+    def head_text(self) -> str:
+        """The head as the card shows it."""
+        config = self.head.config
+        shape = f"L_s = {config.num_spec_layers}, V_d = {config.draft_vocab_size:,}"
+        if self.args.spec_head_ckpt is None:
+            return f"random, {shape}"
+        trained = config.trained_num_stages or (config.num_stages,)
+        return f"{self.args.spec_head_ckpt}, {shape}, trained for n = {', '.join(map(str, trained))}"
 
     def median_ms(self, run: Callable[[], object]) -> float:
         """Median milliseconds of a call, after two that warm up."""
@@ -262,17 +273,22 @@ def plot(rows: Sequence[Row], times: Times, title: str, path: str) -> None:
         figure.savefig(file, dpi=120, format="png")
 
 
-def get_times(args: argparse.Namespace, most: int) -> Times:
-    """The times of the file, or measured ones, for each n up to `most` that the layers allow."""
+def get_times(args: argparse.Namespace, most: int) -> tuple[Times, dict[str, str]]:
+    """The file's times, or measured ones, for each n up to `most` that the layers allow; and where they come from."""
     if args.timings is not None:
-        return read_times(args.timings, most)
+        return read_times(args.timings, most), {"times": args.timings}
     device = resolve_device(args.device)
     torch.set_num_threads(args.threads)
     meter = Meter(args, device)
     times = meter.times(min(most, meter.target.num_layers))
     if args.save_timings is not None:
         write_json(args.save_timings, times_record(times) | run_record(args))
-    return times
+    return times, {
+        "target": f"{args.base_model_path}, {args.context} tokens of context, {meter.target.dtype}",
+        "head": meter.head_text,
+        "machine": device_name(device, args.threads),
+        "versions": f"torch {torch.__version__}, commit {git_commit()}",
+    }
 
 
 def check(args: argparse.Namespace) -> None:
@@ -296,21 +312,25 @@ def main(args: argparse.Namespace) -> None:
     most = most_stages(args)
     traces = [] if args.trace is None else read_traces(args.trace)
     alpha = trace_alpha(traces) if traces else DEFAULT_ALPHA if args.alpha is None else args.alpha
-    times = get_times(args, most)
+    times, card = get_times(args, most)
     rows = plan_rows(args, times, alpha, traces)
     best = max(rows, key=lambda row: row.best_guess)
-    drafts = f"alpha {alpha:.3f}" + (f", {len(traces)} generations of {args.trace}" if traces else "")
-    source = args.timings or f"{args.base_model_path}, measured on {args.device}, commit {git_commit()}"
-    print(f"times     {source}\nlayers    {len(times.layers)}, {sum(times.layers):.3f} ms together")
-    print(f"others    final norm + lm_head {times.verify:.3f} ms, a message {times.message:.3f} ms")
-    print(f"drafts    {drafts}\nalone     {times.autoregressive:.3f} ms a token\n")
+    card |= {
+        "layers": f"{len(times.layers)}, {sum(times.layers):.3f} ms together",
+        "others": f"final norm + lm_head {times.verify:.3f} ms, a message {times.message:.3f} ms",
+        "alone": f"{times.autoregressive:.3f} ms a token",
+        "drafts": f"alpha {alpha:.3f}" + (f", {len(traces)} generations of {args.trace}" if traces else ""),
+    }
+    for name, line in card.items():
+        print(f"{name:<10}{line}")
+    print()
     print_table(rows)
     plan = best.plan
     print(
         f'\nbest: n = {plan.num_stages} on {plan.devices} devices, --stage_layers "{layers_text(plan)}" '
         f"--lm_head {plan.placement.lm_head}: {best.best_guess:.2f} times the target alone"
     )
-    plot(rows, times, f"{source}\n{drafts}", args.plot)
+    plot(rows, times, f"{card.get('target', args.timings)}\n{card['drafts']}", args.plot)
     print(f"plot: {args.plot}")
     print(json.dumps(summary(best, times, alpha)))
 

@@ -404,10 +404,10 @@ def memory_row(setup: Setup, target: Target, head: SpeculationHead | None, layer
 
 def memory_table(layout: Layout, rows: Sequence[Mapping[str, Any]]) -> str:
     """What every rank holds, as it is printed at the start."""
-    lines = [f"{'rank':<22}{'device':<8}{'layers':>8}{'weights':>12}{'cache of 1,000 tokens':>24}"]
+    lines = [f"{'rank':<26}{'device':<8}{'layers':>8}{'weights':>12}{'cache of 1,000 tokens':>24}"]
     for rank, row in enumerate(rows):
         lines.append(
-            f"{layout.describe(rank):<22}{row['device']:<8}{row['layers']:>8}{row['weights'] / 1e6:>9.1f} MB"
+            f"{layout.describe(rank):<26}{row['device']:<8}{row['layers']:>8}{row['weights'] / 1e6:>9.1f} MB"
             f"{row['cache'] / 1e6:>21.2f} MB"
         )
     return "\n".join(lines)

@@ -1,0 +1,209 @@
+"""Every method on the same prompts: trains all drafters alike, evaluates them, writes BENCHMARK_RESULTS.md.
+
+    python baselines/compare.py --work_dir runs/compare --data_path conversations.jsonl --max_steps 2000
+
+Each trained drafter gets the same data, tokens in the same order, optimiser and number of steps. What is finished is
+not done again: a run that was stopped goes on with the same command. --report_only rewrites the report.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import eval as evaluation
+import train
+from baselines import train_baseline
+from baselines.report import PLOT, Results, plot, report
+from evaluation_files import read_summaries
+from evaluation_methods import METHODS
+from pipeline_model import CHECKPOINT_NAME
+from script_utils import Parser, atomic_open, run_record, run_script
+
+
+def build_parser() -> Parser:
+    parser = Parser(prog="compare.py", description="Train, evaluate and report SPD and its baselines.")
+    parser.add_argument("--work_dir", type=Path, required=True, help="folder of heads and rows; a stopped run goes on")
+    parser.add_argument("--output", type=Path, default=Path("BENCHMARK_RESULTS.md"), help="the report")
+    parser.add_argument("--notes", type=Path, help="Markdown to put behind the tables, for what a person has to add")
+    parser.add_argument("--report_only", action="store_true", help="neither train nor evaluate")
+    target = parser.add_argument_group("target")
+    target.add_argument("--base_model_path", default="checkpoints/SmolLM2-135M-Instruct", help="folder or hub id")
+    target.add_argument(
+        "--draft_vocab_json", default="draft_vocab/sharegpt_smollm2_top_16k.json", help="draft vocabulary of all"
+    )
+    drafters = parser.add_argument_group("methods")
+    drafters.add_argument("--spd_stages", type=int, nargs="*", default=[3, 6, 10], help="n of SPD, a head each")
+    drafters.add_argument("--spd_layers", type=train.COUNT, default=2, help="L_s of SPD; it hides behind a stage")
+    drafters.add_argument("--draft_top_k", type=int, nargs="+", default=[1, 4], help="W of SPD")
+    drafters.add_argument("--ppsd_stages", type=int, nargs="*", default=[3, 6, 10], help="n of PPSD, a drafter each")
+    drafters.add_argument("--num_steps", type=int, nargs="*", default=[3, 7, 15], help="m of EAGLE-3, one drafter")
+    training = parser.add_argument_group("training, the same for all")
+    training.add_argument("--data_path", action="append", required=True, help="as in train.py; repeatable")
+    training.add_argument("--max_steps", type=train.COUNT, default=2000, help="optimiser steps")
+    training.add_argument("--batch_size", type=train.COUNT, default=4, help="examples per micro-batch")
+    training.add_argument("--gradient_accumulation_steps", type=train.COUNT, default=2, help="micro-batches per step")
+    training.add_argument("--max_length", type=train.COUNT, default=512, help="tokens of an example at most")
+    training.add_argument("--optimizer", default="muon", choices=["adamw", "muon"], help="as in train.py")
+    training.add_argument("--lr", type=train.POSITIVE, default=1e-3, help="peak learning rate")
+    training.add_argument("--warmup_steps", type=train.NATURAL, default=50, help="of linear warm-up")
+    training.add_argument("--save_interval", type=train.COUNT, default=100, help="steps between checkpoints")
+    prompts = parser.add_argument_group("evaluation, the same for all")
+    prompts.add_argument("--data_dir", type=Path, help="folder of data sets; unset: eval_data")
+    prompts.add_argument("--datasets", nargs="+", default=["mt_bench", "gsm8k", "humaneval"], help="folders there")
+    prompts.add_argument("--prompts_per_dataset", type=train.COUNT, default=20, help="the first so many of each")
+    prompts.add_argument("--max_new_tokens", type=train.COUNT, default=128, help="new tokens at most")
+    prompts.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0], help="a table each")
+    prompts.add_argument("--gpus", nargs="+", default=["auto"], help="as in eval.py")
+    parser.add_argument("--seed", type=train.NATURAL, default=0, help="of training and evaluation")
+    return parser
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Training and evaluation: commands that anyone could type
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Command(NamedTuple):
+    """A call of one of the project's scripts, made in this process."""
+
+    script: str
+    module: ModuleType
+    flags: list[str]
+
+    @property
+    def arguments(self) -> argparse.Namespace:
+        return self.module.build_parser().parse_args(self.flags)
+
+    def __str__(self) -> str:
+        return f"python {self.script} {shlex.join(self.flags)}"
+
+
+def training_commands(args: argparse.Namespace) -> dict[str, Command]:
+    """How each drafter is trained, by name."""
+    shared = {
+        "model_name": args.base_model_path,
+        "max_steps": args.max_steps,
+        "batch_size": args.batch_size,
+        "gradient_accumulation_steps": args.gradient_accumulation_steps,
+        "max_length": args.max_length,
+        "optimizer": args.optimizer,
+        "lr": args.lr,
+        "warmup_steps": args.warmup_steps,
+        "save_interval": args.save_interval,
+        "seed": args.seed,
+        "draft_vocab_json": args.draft_vocab_json,
+        "cache_dir": args.work_dir / "data",
+    }
+    flags = [text for name, value in shared.items() for text in (f"--{name}", str(value))]
+    flags += [text for path in args.data_path for text in ("--data_path", path)]
+
+    def command(script: str, module: ModuleType, name: str, *own: object) -> Command:
+        folder = ["--output_dir", str(args.work_dir / name), "--resume_from", "auto"]
+        return Command(script, module, [*map(str, own), *flags, *folder])
+
+    baseline = ("baselines/train_baseline.py", train_baseline)
+    commands = {"eagle3": command(*baseline, "eagle3", "--method", "eagle3")} if args.num_steps else {}
+    for n in args.ppsd_stages:
+        commands[f"ppsd-n{n}"] = command(*baseline, f"ppsd-n{n}", "--method", "ppsd", "--num_stages", n)
+    for n in args.spd_stages:
+        own = ("--num_stages", n, "--num_spec_layers", args.spd_layers)
+        commands[f"spd-n{n}"] = command("train.py", train, f"spd-n{n}", *own)
+    return commands
+
+
+def evaluation_commands(args: argparse.Namespace, drafters: Sequence[str]) -> list[Command]:
+    """One evaluation a method; each has its several runs."""
+    shared = ["--base_model_path", args.base_model_path, "--datasets", *args.datasets]
+    shared += [] if args.data_dir is None else ["--data_dir", str(args.data_dir)]
+    shared += ["--prompts_per_dataset", str(args.prompts_per_dataset), "--max_new_tokens", str(args.max_new_tokens)]
+    shared += ["--temperature", *map(str, args.temperature), "--seed", str(args.seed), "--gpus", *args.gpus]
+    shared += ["--output_dir", str(args.work_dir / "eval"), "--resume"]
+    own = {
+        "autoregressive": [],
+        "prompt_lookup": [],
+        "eagle3": ["--num_steps", *map(str, args.num_steps)],
+        "ppsd": [],
+        "spd": ["--draft_top_k", *map(str, args.draft_top_k)],
+    }
+    commands = []
+    for method, flags in own.items():
+        heads = [str(args.work_dir / name) for name in drafters if name.split("-")[0] == method]
+        if heads or METHODS[method].config_class is None:
+            heads = ["--spec_head_ckpt", *heads] if heads else []
+            commands.append(Command("eval.py", evaluation, ["--method", method, *heads, *flags, *shared]))
+    return commands
+
+
+def is_trained(command: Command) -> bool:
+    """Whether this drafter is finished. ValueError when its folder is another training's."""
+    arguments = command.arguments
+    record = arguments.output_dir / "run.json"
+    if not record.exists():
+        return False
+    found = json.loads(record.read_text(encoding="utf-8"))
+    wanted = json.loads(json.dumps(run_record(arguments)["arguments"]))
+    for name in (flag.removeprefix("--") for flag in command.flags if flag.startswith("--")):
+        value, theirs = wanted[name], found["arguments"].get(name)
+        if theirs != value:
+            raise ValueError(
+                f"{str(arguments.output_dir)!r} was trained with --{name} {theirs}, this comparison has {value}: "
+                "choose another --work_dir"
+            )
+    return found["outcome"] == "finished" and (arguments.output_dir / CHECKPOINT_NAME).exists()
+
+
+def run_all(args: argparse.Namespace, trainings: Mapping[str, Command], evaluations: Sequence[Command]) -> int:
+    """Train what is not trained, evaluate what is not evaluated. Returns the exit code of the first that fails."""
+    todo = [command for command in trainings.values() if not is_trained(command)]
+    for command in (*todo, *evaluations):
+        print(f"\n{command}", flush=True)
+        code = command.module.main(command.arguments)
+        if code:
+            return code
+    return 0
+
+
+def read_results(args: argparse.Namespace, trainings: Mapping[str, Command]) -> Results:
+    """ValueError when there is nothing to report."""
+    summaries = read_summaries(args.work_dir / "eval")
+    if not summaries:
+        raise ValueError(f"{str(args.work_dir / 'eval')!r} has no summaries: run without --report_only")
+    records = {name: args.work_dir / name / "run.json" for name in trainings}
+    trained = {name: json.loads(path.read_text(encoding="utf-8")) for name, path in records.items() if path.exists()}
+    return Results(summaries, trained)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Exit code of the first training or evaluation that fails; 0 with the report written."""
+    if args.notes is not None and not args.notes.is_file():
+        raise ValueError(f"--notes {str(args.notes)!r} is no file")
+    trainings = training_commands(args)
+    evaluations = evaluation_commands(args, list(trainings))
+    if not args.report_only:
+        code = run_all(args, trainings, evaluations)
+        if code:
+            return code
+    results = read_results(args, trainings)
+    plot(results, args.output.parent / PLOT)
+    training = (
+        f"{args.max_steps:,} steps of {args.batch_size * args.gradient_accumulation_steps} examples of at most "
+        f"{args.max_length} tokens, {args.optimizer}, learning rate {args.lr:g}"
+    )
+    notes = "" if args.notes is None else args.notes.read_text(encoding="utf-8")
+    with atomic_open(args.output) as file:
+        file.write(report(results, training, notes, list(map(str, (*trainings.values(), *evaluations)))))
+    print(f"\n{args.output}")
+    return 0
+
+
+if __name__ == "__main__":
+    run_script(main, build_parser())

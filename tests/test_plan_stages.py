@@ -277,11 +277,11 @@ def run(capsys, *flags):
 def test_table_and_choice(tmp_path, capsys):
     """Guards what is printed: a row for each n that devices and layers allow, the best of them in the last lines."""
     path, picture = write_times(tmp_path / "times.json"), tmp_path / "plan.png"
-    out, best = run(capsys, "--timings", path, "--num_devices", 6, "--alpha", 0.9, "--plot", picture)
+    out, best = run(capsys, "--timings", path, "--num_devices", 12, "--alpha", 0.5, "--plot", picture)
     table = [line.strip("| ").split(" | ") for line in out.splitlines() if line.startswith("| ")][1:]
-    assert [(cells[0], cells[1]) for cells in table] == [(str(n), str(n + 1)) for n in range(1, 6)]
+    assert [(cells[0], cells[1]) for cells in table] == [(str(n), str(n + 1)) for n in range(1, 12)]
     speedups = [float(cells[9]) for cells in table]
-    assert best["num_stages"] == speedups.index(max(speedups)) + 1
+    assert 1 < best["num_stages"] == speedups.index(max(speedups)) + 1 < 11
     assert table[best["num_stages"] - 1][2] == best["stage_layers"]
     assert f'--stage_layers "{best["stage_layers"]}" --lm_head {best["lm_head"]}' in out
     assert best["autoregressive_ms"] == 14

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch.distributed import TCPStore
 
-from distributed_inference import example_mp_pipeline_generate
+from distributed_inference import eval_mp_pipeline_dataset, example_mp_pipeline_generate
 
 CONTEXT = get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.ranks"])
@@ -91,3 +91,9 @@ def generate(*flags: str) -> None:
     """The example script with these flags."""
     sys.argv = ["example_mp_pipeline_generate.py", *flags]
     example_mp_pipeline_generate.main()
+
+
+def evaluate(*flags: str) -> None:
+    """The evaluation script with these flags."""
+    sys.argv = ["eval_mp_pipeline_dataset.py", *flags]
+    eval_mp_pipeline_dataset.main()

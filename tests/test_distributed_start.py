@@ -19,9 +19,11 @@ from distributed_inference.launch import RankParser
 from distributed_inference.layout import Layout, parse_gpus
 from distributed_inference.stages import StageRunner
 from distributed_inference.startup import check_same
-from pipeline_inference import Generation
+from evaluation_data import Sample
+from evaluation_workers import sample_seed
+from pipeline_inference import Generation, Sampling
 from pipeline_model import Target, TargetPart, load_head, save_head
-from tests.ranks import CONTEXT, generate, ranks
+from tests.ranks import CONTEXT, evaluate, generate, ranks
 from tests.tiny import FAMILIES, VOCAB, save_target, spd_decoder, tiny_head
 
 IDS = [5, 17, 3]
@@ -81,6 +83,49 @@ def test_example_prints_the_pipelines_text_and_times(files, tmp_path):
         "verify",
         "wait",
     }
+
+
+def test_evaluation_writes_what_eval_writes(files, tmp_path):
+    """Guards against rows, seeds or a baseline that are not those of the same prompts in one process; and resuming."""
+    (tmp_path / "data" / "questions").mkdir(parents=True)
+    lines = [json.dumps({"question_id": index, "category": "x", "turns": [f"w5 w17 w{index}"]}) for index in (3, 4)]
+    (tmp_path / "data" / "questions" / "question.jsonl").write_text("\n".join(lines))
+    target_and_head = ["--base_model_path", str(files / "target"), "--spec_head_ckpt", str(files / "head.pt")]
+    data = ["--data_dir", str(tmp_path / "data"), "--datasets", "questions", "--output_dir", str(tmp_path / "out")]
+    arguments = [*target_and_head, *data, "--rank_gpus", "cpu", "--max_new_tokens", "8", "--temperature", "1"]
+    with ranks(3, tmp_path / "first", evaluate, *arguments) as running:
+        assert running.join() == [0, 0, 0], running.err(0)
+        assert "2 prompts, alpha" in running.out(0)
+    with ranks(3, tmp_path / "second", evaluate, *arguments) as running:
+        assert running.join() == [2, 2, 2]
+        assert "go on with --resume" in running.err(0)
+    [rows] = (tmp_path / "out" / "raw").glob("*__per_sample.jsonl")
+    target = Target.load(str(files / "target"))
+    decoder = spd_decoder(target, load_head(files / "head.pt", target), sampling=Sampling(1.0))
+    for row, index in zip(map(json.loads, rows.read_text().splitlines()), (3, 4), strict=True):
+        sample = Sample("questions", index, "x", (5, 17, index))
+        decoder.seed = sample_seed(0, sample)
+        assert row["output_ids"] == decoder.generate(sample.prompt_ids, 8).tokens
+        assert row["baseline_new_tokens"] == 7
+        assert len(row["stage_sec"]) == 2
+    [summary] = (tmp_path / "out" / "summary").glob("*__summary.json")
+    settings = json.loads(summary.read_text())["settings"]
+    assert settings["placement"] == "3 ranks, gloo, stages 1;3"
+
+
+def test_cycle_overhead_adds_up():
+    """Guards against a benchmark that does not run, or whose figures do not belong together."""
+    flags = ["--num_stages", "2", "--verify_lag", "0", "1", "--cycles", "20", "--stage_ms", "6", "--hidden_size", "32"]
+    script = [sys.executable, "benchmarks/cycle_overhead.py", *flags]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert [(run["verify_lag"], run["ideal_ms"], run["bound_ms"]) for run in report["runs"]] == [(0, 7.2, 6), (1, 6, 6)]
+    for run in report["runs"]:
+        assert run["overhead_ms"] == pytest.approx(run["cycle_ms"] - run["ideal_ms"], abs=2e-3)
+        assert run["efficiency"] == pytest.approx(run["ideal_ms"] / run["cycle_ms"], abs=1e-3)
+        assert run["cycle_ms"] > 6
+    assert report["cycle_ms"] == report["runs"][0]["cycle_ms"]
 
 
 def test_torchrun_starts_the_example(files):

@@ -284,24 +284,27 @@ class Eagle3Drafter:
         self.draft_token_ids = head.draft_token_ids
         self._cache: HeadCache | None = None
         self._embeddings: Tensor | None = None  # [slots, H] e of each position
-        self._features: Tensor | None = None  # [slots, H] f of each position that the target has run
         self._true = 0  # rows in the cache that have a true feature
+        self._states: dict[int, Tensor] = {}  # b -> h_b [q, H] of the positions from `_true` on
         self._output: Tensor | None = None  # [1, H] of the newest row, before the final norm
 
     def start(self, plan: CachePlan, features: Tensor, path: Sequence[Node]) -> None:
+        length = len(features)
         states = dict(zip(self.head.config.anchors, features.unbind(1), strict=True))
-        self._cache, self._true = HeadCache(self.head, plan.slots), 0
-        self._embeddings, self._features = (features.new_zeros(plan.slots, features.shape[-1]) for _ in range(2))
-        self._embeddings[: len(features)], self._features[: len(features)] = states[0], self.head.fuse(states)
-        if len(features) > 1:  # the last token of the prompt waits for the embedding behind it
-            self._run_true_rows(len(features) - 1, outputs=0)
+        self._cache = HeadCache(self.head, plan.slots)
+        self._embeddings = features.new_zeros(plan.slots, features.shape[-1])
+        self._embeddings[:length] = states[0]
+        self._true, self._states = 0, states
+        if length > 1:  # the row of the prompt's last token waits for the embedding behind it
+            self._run_true_rows(length - 1, outputs=0)
+        self._states = {b: hidden[-1:] for b, hidden in states.items()}
 
     def enter(self, nodes: Sequence[Node], h0: Tensor) -> None:
         self._embeddings[nodes[0].position] = h0[0]
 
     def observe(self, captured: Iterable[Captured]) -> None:
-        for nodes, hidden in captured:  # of the last cycle's chain, which began where the true rows end
-            self._features[self._true : self._true + len(nodes)] = self.head.fuse(hidden)
+        for _, hidden in captured:  # of the last cycle's chain, which began where the true rows end
+            self._states = hidden
 
     def draft(self, tree: TokenTree) -> Tensor:
         newest = tree.frontier[0].position
@@ -312,8 +315,9 @@ class Eagle3Drafter:
         return self.head.lm_head(self.target.norm(self._output))
 
     def _run_true_rows(self, stop: int, outputs: int) -> None:
-        """The rows up to `stop` that have a feature by now."""
-        self._run(self._features[self._true : stop], self._true, outputs)
+        """The rows up to `stop`, whose tokens the target has run by now."""
+        features = self.head.fuse({b: hidden[: stop - self._true] for b, hidden in self._states.items()})
+        self._run(features, self._true, outputs)
         self._true = stop
 
     def _run(self, features: Tensor, first: int, outputs: int) -> None:

@@ -25,7 +25,7 @@ CONTEXT.set_forkserver_preload(["tests.ranks"])
 def _rank(rank: int, place: dict[str, str], folder: Path, function: Callable, args: Sequence) -> None:
     """Body of a rank's process."""
     for descriptor, name in ((1, "out"), (2, "err")):
-        os.dup2(os.open(folder / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT), descriptor)
+        os.dup2(os.open(folder / f"{rank}.{name}", os.O_WRONLY), descriptor)
     os.environ.update(place, RANK=str(rank), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
     function(*args)
@@ -68,6 +68,9 @@ def ranks(world_size: int, folder: Path, function: Callable, *args, port: int | 
     The ranks' common store is here, as it is in torchrun's own process; with a `port`, rank 0 has it there.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    for rank in range(world_size):
+        (folder / f"{rank}.out").write_text("")
+        (folder / f"{rank}.err").write_text("")
     place = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     if port is None:
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -389,3 +390,14 @@ def test_bad_flags_are_said_once_a_machine(monkeypatch):
             RankParser().error("wrong")
         assert exit_info.value.code == 2
         assert captured.getvalue().count("\n") == lines
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+@pytest.mark.parametrize("width", ["1", "4"])
+def test_compiled_stages_decode_the_same(files, tmp_path, width):
+    """Guards against compiled stages that differ, or compile again in every generation."""
+    arguments = flags(files, "--compile", "--draft_top_k", width, "--prompt", "w9 w2")
+    with ranks(3, tmp_path, generate, *arguments) as running:
+        assert running.join(timeout=400) == [0, 0, 0], running.err(1)
+        assert " ".join(f"w{token}" for token in expected(files, draft_top_k=int(width)).tokens) in running.out(0)

@@ -76,14 +76,16 @@ class PromptLookup:
         def note_drafts(module: nn.Module, args: tuple, inputs: dict) -> None:
             drafts.append(inputs["input_ids"][0, 1:])
 
+        model = self.target.model
         emitted, ids = _Emitted(), torch.tensor([prompt], device=self.target.device)
-        hook = self.target.model.register_forward_pre_hook(note_drafts, with_kwargs=True)
+        hook = model.register_forward_pre_hook(note_drafts, with_kwargs=True)
+        own_settings, model.generation_config = model.generation_config, GenerationConfig()  # they would fill gaps
         cuda = [ids.device] if ids.is_cuda else []
         begun = time.perf_counter()
         try:
             with torch.random.fork_rng(devices=cuda):
                 torch.manual_seed(self.seed)
-                self.target.model.generate(
+                model.generate(
                     ids,
                     attention_mask=torch.ones_like(ids),
                     generation_config=self._config(max_new_tokens),
@@ -91,6 +93,7 @@ class PromptLookup:
                 )
         finally:
             hook.remove()
+            model.generation_config = own_settings
         ended = time.perf_counter()
         decode = ended - emitted.prefilled
         timings = Timings(emitted.prefilled - begun, decode, stages=[decode], ideal_decode=decode)
@@ -103,7 +106,6 @@ class PromptLookup:
             max_new_tokens=max_new_tokens,
             do_sample=not sampling.greedy,
             prompt_lookup_num_tokens=self.num_tokens,
-            repetition_penalty=1.0,
             eos_token_id=list(self.eos_token_ids) or None,
             pad_token_id=0,
             **({} if sampling.greedy else drawn),

@@ -191,10 +191,10 @@ def test_prompt_lookup_samples_from_the_target():
     """Guards against settings of the target's generation_config, and against one seed for all runs."""
     fields = {"vocab_size": 8, "hidden_size": 16, "intermediate_size": 24, "head_dim": 8}
     target = tiny_target("llama", layers=2, num_attention_heads=2, num_key_value_heads=1, seed=2, **fields)
-    target.model.generation_config.top_k = 2
-    target.model.generation_config.repetition_penalty = 2.0
+    target.model.generation_config.suppress_tokens = [0, 1, 2, 3]
     decoder = PromptLookup(target, 2, sampling=NEUTRAL)
     counts, _ = sampled_pairs(decoder, 150)
+    assert target.model.generation_config.suppress_tokens == [0, 1, 2, 3]
     assert max(map(abs, excesses(counts, exact_pairs(target, NEUTRAL)))) < 3.5
 
 

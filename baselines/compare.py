@@ -1,6 +1,6 @@
 """Every method on the same prompts: trains all drafters alike, evaluates them, writes BENCHMARK_RESULTS.md.
 
-    python baselines/compare.py --work_dir runs/compare --data_path conversations.jsonl --max_steps 2000
+    python baselines/compare.py --work_dir runs/compare --data_path conversations.jsonl
 
 Each trained drafter gets the same data, tokens in the same order, optimiser and number of steps. What is finished is
 not done again: a run that was stopped goes on with the same command. --report_only rewrites the report.
@@ -48,7 +48,7 @@ def build_parser() -> Parser:
     drafters.add_argument("--num_steps", type=int, nargs="*", default=[3, 7, 15], help="m of EAGLE-3, one drafter")
     training = parser.add_argument_group("training, the same for all")
     training.add_argument("--data_path", action="append", required=True, help="as in train.py; repeatable")
-    training.add_argument("--max_steps", type=train.COUNT, default=2000, help="optimiser steps")
+    training.add_argument("--max_steps", type=train.COUNT, default=400, help="optimiser steps")
     training.add_argument("--batch_size", type=train.COUNT, default=4, help="examples per micro-batch")
     training.add_argument("--gradient_accumulation_steps", type=train.COUNT, default=2, help="micro-batches per step")
     training.add_argument("--max_length", type=train.COUNT, default=512, help="tokens of an example at most")

@@ -5,7 +5,7 @@
     summary/pipeline_eval__RUN__summary.json   beside it __plots.png; pipeline_eval__table.md for all runs there
     BASELINE_CACHE/baseline__*__KEY.jsonl      rows of the target alone; KEY is a hash of all that changes them
 
-RUN names head, target and settings: `speculation_head_demo__SmolLM2-135M-Instruct__n6_W1_T0`.
+RUN names head, target and settings: `SmolLM2-135M-Instruct_s6_l2__SmolLM2-135M-Instruct__n6_W1_T0`.
 """
 
 from __future__ import annotations

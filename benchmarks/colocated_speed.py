@@ -36,8 +36,8 @@ CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
 def build_parser() -> Parser:
     parser = Parser(description="Two co-located ranks beside one core; the last line of the output is one JSON object.")
     parser.add_argument("--base_model_path", default=str(CHECKPOINTS / "SmolLM2-135M-Instruct"), help="target model")
-    parser.add_argument("--spec_head_ckpt", default=str(CHECKPOINTS / "speculation_head_demo.pt"), help="head")
-    parser.add_argument("--prompts", type=Path, default=CHECKPOINTS / "demo_prompts.txt", help="a prompt a line")
+    parser.add_argument("--spec_head_ckpt", default=str(CHECKPOINTS / "SmolLM2-135M-Instruct_s6_l2.pt"), help="head")
+    parser.add_argument("--prompts", type=Path, default=Path(__file__).with_name("prompts.txt"), help="a prompt a line")
     parser.add_argument("--stage_layers", default="8;22", help="layers of the two stages")
     parser.add_argument("--lm_head", default="draft", choices=["draft", "last"], help="rank that computes the logits")
     parser.add_argument("--verify_lag", type=int, default=0, choices=[0, 1], help="1: verify beside the next cycle")

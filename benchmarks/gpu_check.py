@@ -58,7 +58,9 @@ def build_parser() -> Parser:
     parser = Parser(description="All checks that need a GPU, with one JSON file and a short table.")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("--base_model_path", default=str(ROOT / "checkpoints/SmolLM2-135M-Instruct"), help="target")
-    parser.add_argument("--spec_head_ckpt", default=str(ROOT / "checkpoints/speculation_head_demo.pt"), help="its head")
+    parser.add_argument(
+        "--spec_head_ckpt", default=str(ROOT / "checkpoints/SmolLM2-135M-Instruct_s6_l2.pt"), help="its head"
+    )
     parser.add_argument("--max_new_tokens", type=int, default=128, help="new tokens of the real target")
     parser.add_argument(
         "--budget_sec", type=float, default=450, help="time for all checks; what is left over is skipped"

@@ -15,7 +15,7 @@ import torch
 from script_utils import atomic_open
 
 DRAFT, VERIFY, WAIT = "draft", "verify", "wait"
-# CUDA events of this many cycles are left in flight before they are read, so that reading never waits.
+# Spans of this many cycles are left unread: by then reading CUDA events never waits.
 EVENT_LAG = 4
 
 
@@ -101,7 +101,7 @@ class Timeline:
         self.cycle_ends.append(time.perf_counter() - self._host_origin)
         self._unread.append((self._cycle, self._open))
         self._cycle, self._open = self._cycle + 1, []
-        if self._cuda and len(self._unread) > EVENT_LAG:
+        if len(self._unread) > EVENT_LAG:
             self._read(*self._unread.popleft())
 
     def add(self, span: Span) -> None:

@@ -18,7 +18,7 @@ from baselines.prompt_lookup import PromptLookup
 from evaluation_data import Sample
 from evaluation_methods import Run, build_decoder
 from evaluation_metrics import Row, compare_with_baseline, failed_row, sample_row
-from pipeline_inference import Decoder, LocalExecutor, logit_gap
+from pipeline_inference import Decoder, Executor, LocalExecutor, logit_gap
 from pipeline_model import Target
 from script_utils import quiet_libraries
 
@@ -51,6 +51,21 @@ def sample_seed(seed: int, sample: Sample) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) >> 1
 
 
+def compared(row: Row, task: Task, executor: Executor) -> Row:
+    """The row with what the baseline did, and the target's logit gap where the two first differ.
+
+    executor: runs the target for the gap. Without a baseline the row as it is.
+    """
+    if task.baseline is None:
+        return row
+    row = compare_with_baseline(row, task.baseline, task.run.costs, greedy=task.run.sampling.greedy)
+    difference = row["first_difference"]
+    if difference and None not in difference.values():
+        prefix = [*task.sample.prompt_ids, *row["output_ids"][: difference["position"]]]
+        difference["logit_gap"] = logit_gap(executor, prefix, difference["baseline_token"], difference["token"])
+    return row
+
+
 class Evaluator:
     """Decodes samples on one device: the target, and the decoder of the run at hand."""
 
@@ -66,6 +81,7 @@ class Evaluator:
             attn_implementation=options.attn_implementation,
             trust_remote_code=options.trust_remote_code,
         )
+        self._alone = LocalExecutor(self.target, (self.target.num_layers,))
         self._run: Run | None = None
         self._decoder: Decoder | PromptLookup | None = None
 
@@ -81,9 +97,7 @@ class Evaluator:
                 self._warm_up(sample)
             self._decoder.seed = sample_seed(run.seed, sample)
             row = sample_row(sample, self._decoder.generate(sample.prompt_ids, run.max_new_tokens), run.costs)
-            if task.baseline is None:
-                return row
-            return self._compared(row, task)
+            return compared(row, task, self._alone)
         except Exception as error:  # out of memory, a fault of one prompt: recorded, and the others go on
             return failed_row(sample, error)
 
@@ -91,17 +105,6 @@ class Evaluator:
         """A short unrecorded generation, so that no sample's times have allocations and kernel choices in them."""
         cycles = 2 * len(self._run.stage_sizes)
         self._decoder.generate(sample.prompt_ids[:WARMUP_PROMPT], min(self._run.max_new_tokens, cycles))
-
-    def _compared(self, row: Row, task: Task) -> Row:
-        greedy = task.run.sampling.greedy
-        row = compare_with_baseline(row, task.baseline, task.run.costs, greedy=greedy)
-        difference = row["first_difference"]
-        if difference and None not in difference.values():
-            at = difference["position"]
-            prefix = [*task.sample.prompt_ids, *row["output_ids"][:at]]
-            executor = LocalExecutor(self.target, (self.target.num_layers,))
-            difference["logit_gap"] = logit_gap(executor, prefix, difference["baseline_token"], difference["token"])
-        return row
 
 
 class Workers:

@@ -26,7 +26,16 @@ from transformers import PreTrainedTokenizerBase
 from conversation_data import ChatFormat, Counters, SkipRecord, find_sources, first_prompt, read_turns
 from pipeline_inference import load_tokenizer
 from pipeline_model import ATTN_IMPLEMENTATIONS, Target
-from script_utils import DTYPES, Parser, quiet_libraries, resolve_device, run_record, run_script, write_json
+from script_utils import (
+    DTYPES,
+    Parser,
+    quiet_libraries,
+    resolve_device,
+    resolve_dtype,
+    run_record,
+    run_script,
+    write_json,
+)
 
 SORTED_BATCHES = 16  # batches whose prompts are sorted by length together: little padding, still a random order
 SETTINGS = ("model_name", "data_path", "temperature", "top_k", "top_p", "max_new_tokens", "max_prompt_tokens")
@@ -179,9 +188,12 @@ def main(args: argparse.Namespace) -> None:
     prompts = read_prompts(args, tokenizer)
     batches = plan_batches([len(ids) for _, _, ids in prompts], args)
     done = batches_done(args, batches)
-    automatic = "float32" if device.type == "cpu" else "bfloat16"
-    dtype = DTYPES[automatic if args.dtype == "auto" else args.dtype]
-    target = Target.load(args.model_name, dtype=dtype, device=device, attn_implementation=args.attn_implementation)
+    target = Target.load(
+        args.model_name,
+        dtype=resolve_dtype(args.dtype, device),
+        device=device,
+        attn_implementation=args.attn_implementation,
+    )
     writer = Writer(args, target, tokenizer)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     if done == 0:

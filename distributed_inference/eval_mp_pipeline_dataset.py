@@ -24,10 +24,9 @@ import eval as evaluation
 from distributed_inference.cycle_profile import Cycle, by_fill, cycles, table
 from distributed_inference.launch import Checked, Lead, RankParser, add_arguments, run_rank
 from evaluation_files import RunFiles, baseline_cache, check_writable
-from evaluation_metrics import Row, compare_with_baseline, sample_row
+from evaluation_metrics import Row, sample_row
 from evaluation_plan import Plan, PlannedRun, Planner, baseline_folder
-from evaluation_workers import WARMUP_PROMPT, Task, sample_seed
-from pipeline_inference import logit_gap
+from evaluation_workers import WARMUP_PROMPT, Task, compared, sample_seed
 from script_utils import run_record, write_json
 from timeline import stage_row, write_trace
 
@@ -157,15 +156,7 @@ class PipelineWorker:
                 self.traces[f"{sample.dataset} {sample.question_id}"] = [
                     (span, {}) for span in generation.timeline.spans
                 ]
-        if task.baseline is None:
-            return row
-        row = compare_with_baseline(row, task.baseline, run.costs, greedy=run.sampling.greedy)
-        difference = row["first_difference"]
-        if difference and None not in difference.values():
-            prefix = [*sample.prompt_ids, *row["output_ids"][: difference["position"]]]
-            tokens = difference["baseline_token"], difference["token"]
-            difference["logit_gap"] = logit_gap(self._lead.alone.executor, prefix, *tokens)
-        return row
+        return compared(row, task, self._lead.alone.executor)
 
 
 def main() -> NoReturn:

@@ -405,7 +405,7 @@ def _speedup_table(summaries: Sequence[Mapping[str, Any]], names: Sequence[str])
     for summary in summaries:
         parts = [summary["overall"], *(summary["datasets"].get(name) for name in names)]
         lines.append([summary["settings"]["label"], *map(_speedup_cell, parts)])
-    return _table(["method", "overall", *(name.replace("_", " ") for name in names)], lines)
+    return markdown_table(["method", "overall", *(name.replace("_", " ") for name in names)], lines)
 
 
 def _speedup_cell(part: Mapping[str, Any] | None) -> str:
@@ -449,7 +449,7 @@ def _detail_table(summaries: Sequence[Mapping[str, Any]], names: Sequence[str]) 
                     f"{part['equal_to_baseline']}/{compared}" if compared else "–",
                 ]
             )
-    return _table(heads, lines)
+    return markdown_table(heads, lines)
 
 
 def _decimal(value: float | None) -> str:
@@ -465,6 +465,7 @@ def _with_interval(part: Mapping[str, Any], name: str) -> str:
     return _decimal(part[name]) + (f" [{bounds[0]:.2f}, {bounds[1]:.2f}]" if bounds else "")
 
 
-def _table(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+def markdown_table(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """A Markdown table of cells."""
     rows = [heads, ["---"] * len(heads), *lines]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)

@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from evaluation_methods import METHODS
+from evaluation_metrics import markdown_table
 from script_utils import atomic_open, git_commit
 
 Summary = Mapping[str, Any]  # of one run, as eval.py writes it
@@ -105,10 +106,6 @@ class Results:
 # ---------------------------------------------------------------------------------------------------------------------
 # Tables
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-def markdown_table(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(line)} |" for line in (heads, ["---"] * len(heads), *lines))
 
 
 def results_table(results: Results, temperature: float) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
 
-from timeline import DRAFT, VERIFY, WAIT, Timeline
+from script_utils import run_record, write_json
+from timeline import DRAFT, VERIFY, WAIT, Timeline, write_trace
 
 COLUMNS = ("cycle", "draft", "slowest_stage", "wait", "verify", "rest")
 
@@ -63,3 +65,14 @@ def table(rows: Sequence[dict[str, float]]) -> str:
         cells = [str(row["fill"]), str(row["cycles"]), *(f"{row[f'{name}_ms']:.2f}" for name in COLUMNS)]
         lines.append("".join(f"{cell:>18}" for cell in cells))
     return "\n".join(lines)
+
+
+def write_reports(args: argparse.Namespace, profile: Iterable[Cycle], traces: Mapping) -> None:
+    """What --profile_timing and --trace ask for: the breakdown on screen and in its file, the trace in its own."""
+    if args.profile_timing:
+        rows = by_fill(profile)
+        print(f"\n{table(rows)}")
+        write_json(args.profile_timing, {"by_fill": rows} | run_record(args))
+    if traces:
+        write_trace(args.trace, traces)
+        print(f"\nTrace written to {args.trace}: open it at ui.perfetto.dev")

@@ -21,14 +21,13 @@ from typing import NoReturn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import eval as evaluation
-from distributed_inference.cycle_profile import Cycle, by_fill, cycles, table
+from distributed_inference.cycle_profile import Cycle, cycles, write_reports
 from distributed_inference.launch import Checked, Lead, RankParser, add_arguments, run_rank
 from evaluation_files import RunFiles, baseline_cache, check_writable
 from evaluation_metrics import Row, sample_row
 from evaluation_plan import Plan, PlannedRun, Planner, baseline_folder
 from evaluation_workers import WARMUP_PROMPT, Task, compared, sample_seed
-from script_utils import run_record, write_json
-from timeline import stage_row, write_trace
+from timeline import stage_row
 
 
 def build_parser() -> RankParser:
@@ -118,13 +117,7 @@ class DistributedEvaluation:
         decoders = [lead.speculative] + [lead.alone] * self.args.baseline
         lead.warm_up(self.plan.samples[0].prompt_ids[:WARMUP_PROMPT], *decoders)
         failed = evaluation.Evaluation(self.arguments, self.plan, workers).run()
-        if self.args.profile_timing:
-            rows = by_fill(workers.profile)
-            print(f"\n{table(rows)}")
-            write_json(self.args.profile_timing, {"by_fill": rows} | run_record(self.args))
-        if workers.traces:
-            write_trace(self.args.trace, workers.traces)
-            print(f"\nTrace written to {self.args.trace}: open it at ui.perfetto.dev")
+        write_reports(self.args, workers.profile, workers.traces)
         return int(failed > 0)
 
     def last_words(self) -> None:

@@ -14,11 +14,10 @@ from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from distributed_inference.cycle_profile import Cycle, by_fill, cycles, table
+from distributed_inference.cycle_profile import Cycle, cycles, write_reports
 from distributed_inference.launch import Checked, Lead, RankParser, add_arguments, run_rank
 from pipeline_inference import encode_prompt, load_tokenizer, result_line
-from script_utils import run_record, write_json
-from timeline import stage_row, write_trace
+from timeline import stage_row
 
 
 def build_parser() -> RankParser:
@@ -63,13 +62,7 @@ class Example:
             profile += cycles(generation.timeline, decoder.executor.fills, own_stage)
             if args.trace:
                 traces[f"prompt {number}"] = generation.trace(self.tokenizer)
-        if args.profile_timing:
-            rows = by_fill(profile)
-            print(f"\n{table(rows)}")
-            write_json(args.profile_timing, {"by_fill": rows} | run_record(args))
-        if traces:
-            write_trace(args.trace, traces)
-            print(f"\nTrace written to {args.trace}: open it at ui.perfetto.dev")
+        write_reports(args, profile, traces)
         return 0
 
     def _stream(self) -> None:

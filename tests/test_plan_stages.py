@@ -171,6 +171,7 @@ def message():
     return message_ms(torch.device("cpu"), torch.zeros(1, 2560), 30)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("depths", "stage", "draft", "verify"), [((2, 4), 80, 20, 60), ((2,), 50, 70, 30)], ids=["way", "draft"]
 )

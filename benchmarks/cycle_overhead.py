@@ -4,6 +4,8 @@ n + 1 processes decode with the real loop, ranks and messages. A stage forward, 
 sleep for as long as the flags say; every draft is accepted, so that the pipeline stays full.
 
     cycle        median time between two tokens
+    mean         their mean, which is the throughput: where the verdict is what the pipeline waits for, tokens come in
+                 bursts of up to n, and the median of a burst says little
     ideal        max(stage, draft) + verify; with --verify_lag 1 max(stage, draft, verify)
     overhead     cycle - ideal. It can be below 0: stages go on while the draft rank verifies
     efficiency   ideal / cycle
@@ -183,6 +185,7 @@ def measure(args: argparse.Namespace, num_stages: int, lag: int) -> dict[str, fl
         "overhead_ms": round(cycle - ideal, 3),
         "efficiency": round(ideal / cycle, 4),
         "bound_ms": ideal if lag else max(stage, draft + verify),
+        "mean_ms": round(statistics.mean(seconds) * 1e3, 3),
         "p90_ms": round(statistics.quantiles(seconds, n=10)[-1] * 1e3, 3),
     }
 

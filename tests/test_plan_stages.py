@@ -180,7 +180,8 @@ def test_prediction_within_a_tenth_of_real_processes(message, depths, stage, dra
     command = [sys.executable, "benchmarks/cycle_overhead.py", "--num_stages", *depths, "--stage_ms", stage]
     command += ["--draft_ms", draft, "--verify_ms", verify, "--cycles", 16]
     done = subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True, check=True)
-    measured = {run["num_stages"]: run["cycle_ms"] for run in json.loads(done.stdout.splitlines()[-1])["runs"]}
+    # The mean: these pipelines wait for verdicts, so tokens come in bursts, and a median falls in or between them.
+    measured = {run["num_stages"]: run["mean_ms"] for run in json.loads(done.stdout.splitlines()[-1])["runs"]}
     for n in depths:
         times = Times((float(stage),) * n, {n: float(draft)}, float(verify), message)
         assert predict(times, (1,) * n, Placement()).cycle == pytest.approx(measured[n], rel=0.1)

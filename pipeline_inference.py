@@ -218,15 +218,16 @@ class TokenTree:
         candidates = self.levels.popleft() if self.levels else []
         chosen = None if verdict.accepted is None else candidates[verdict.accepted]
         dead = [node for node in candidates if node is not chosen]
-        for node in dead:
-            node.alive = False
-        for level in self.levels:
-            for node in level:
-                node.alive = node.parent.alive
-            dead.extend(node for node in level if not node.alive)
-        self.levels = deque(level for level in map(_living, self.levels) if level)
-        for node in dead:
-            self._release(node)
+        if dead:
+            for node in dead:
+                node.alive = False
+            for level in self.levels:
+                for node in level:
+                    node.alive = node.parent.alive
+                dead.extend(node for node in level if not node.alive)
+            self.levels = deque(level for level in map(_living, self.levels) if level)
+            for node in dead:
+                self._release(node)
         self.path.append(chosen or self.new_node(verdict.token, self.root))
         if len(self.path) > self._keep:
             # Its children have all been through every stage, and no rolled-back draft reaches back this far.

@@ -36,8 +36,9 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from distributed_inference.connections import Connections
 from distributed_inference.layout import DRAFT_RANK, Layout
-from distributed_inference.links import Wires
+from distributed_inference.links import Wires, routes
 from distributed_inference.messages import Batch, Start
 from distributed_inference.remote import Pipeline, RemoteExecutor
 from distributed_inference.stages import Setup, StageServer
@@ -112,7 +113,7 @@ class SleepingDrafter:
         self._features = features.new_zeros(plan.nodes, *features.shape[1:])
 
     def enter(self, nodes, h0) -> None:
-        self._features[[node.id for node in nodes], 0] = h0
+        self._features[nodes[0].id, 0] = h0[0]
 
     def observe(self, captured) -> None:
         for nodes, hidden in captured:
@@ -131,7 +132,7 @@ def rank_main(args: argparse.Namespace, num_stages: int, lag: int, rank: int, po
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=layout.world_size, timeout=TIMEOUT)
     anchors = auto_anchors(layout.stage_sizes)
-    wires = Wires(torch.device("cpu"), torch.float32, dist.group.WORLD)
+    wires = Wires(torch.device("cpu"), torch.float32, Connections(routes(layout), TIMEOUT))
     setup = Setup(layout, rank, wires, 1, anchors, TIMEOUT, TIMEOUT)
     target = SleepingTarget(args)
     if rank == DRAFT_RANK:
@@ -144,7 +145,7 @@ def rank_main(args: argparse.Namespace, num_stages: int, lag: int, rank: int, po
         stage = layout.stage_of(rank)
         StageServer(setup, target, SleepingStage(args, len(setup.captured_by(stage, anchors)))).serve()
     dist.barrier()
-    os._exit(0)  # receives that are posted ahead will never be answered
+    dist.destroy_process_group()
 
 
 def timed_cycles(generation: Generation, count: int) -> list[float]:
@@ -204,7 +205,7 @@ def main(args: argparse.Namespace) -> None:
     if min(args.num_stages) < 1 or args.cycles < 2:
         raise ValueError(f"--num_stages is {args.num_stages} and --cycles {args.cycles}: at least 1 and 2 are needed")
     print(f"sleeps    stage {args.stage_ms} ms, draft {args.draft_ms} ms, verify {args.verify_ms} ms")
-    print(f"messages  gloo, H = {args.hidden_size}, float32, {args.cycles} cycles")
+    print(f"messages  TCP, H = {args.hidden_size}, float32, {args.cycles} cycles")
     print(f"machine   {platform.machine()}, {len(os.sched_getaffinity(0))} CPUs")
     print(f"versions  torch {torch.__version__}, commit {git_commit()}\n")
     rows = [measure(args, num_stages, lag) for lag in args.verify_lag for num_stages in args.num_stages]

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import statistics
+import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, multiprocessing
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from distributed_inference.connections import Connections, Route
 
 WARM_UP = 10  # round trips
 PATIENCE = timedelta(minutes=5)  # for the other process to start
@@ -39,19 +47,40 @@ def _exchange(rank: int, store: dist.Store, direct: bool, device_type: str, hidd
     device = torch.device("cpu") if device_type == "cpu" else torch.device(device_type, rank if direct else 0)
     dist.init_process_group("nccl" if direct else "gloo", store=store, rank=rank, world_size=2, timeout=PATIENCE)
     on_device = hidden.to(device)
-    message = on_device if direct else hidden.clone()
+    send, receive = _nccl(rank, on_device) if direct else _host(rank, on_device)
     seconds = []
     for _ in range(WARM_UP + rounds):
         begun = time.perf_counter()
         for sender in (0, 1):
             if rank == sender:
-                message.copy_(on_device)
-                dist.send(message, 1 - rank)
+                send()
             else:
-                dist.recv(message, sender)
-                on_device.copy_(message)
+                receive()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - begun)
     dist.destroy_process_group()
     return seconds[WARM_UP:]
+
+
+def _nccl(rank: int, on_device: Tensor) -> tuple[Callable[[], object], Callable[[], object]]:
+    """How a rank sends the hidden state to the other one, and how it receives it."""
+    return partial(dist.send, on_device, 1 - rank), partial(dist.recv, on_device, 1 - rank)
+
+
+def _host(rank: int, on_device: Tensor) -> tuple[Callable[[], object], Callable[[], object]]:
+    """The same through the host's memory, over the connections that decoding uses."""
+    there, back = Route(0, rank, 1 - rank), Route(0, 1 - rank, rank)
+    connections = Connections([there, back], PATIENCE)
+    message = torch.empty_like(on_device, device="cpu")
+    where = memoryview(message.view(torch.uint8).numpy()).cast("B")
+
+    def send() -> None:
+        message.copy_(on_device)
+        connections.senders[there].send([where])
+
+    def receive() -> None:
+        connections.receivers[back].receive(where, PATIENCE)
+        on_device.copy_(message)
+
+    return send, receive

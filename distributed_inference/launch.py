@@ -301,7 +301,7 @@ class RankProcess:
         setup = Setup(
             layout=checked.layout,
             rank=rank,
-            wires=group.wires(checked.device, checked.dtype, checked.backend),
+            wires=group.wires(checked.layout, checked.device, checked.dtype, checked.backend),
             width=args.draft_top_k,
             anchors=checked.head.anchors,
             prefill_timeout=timedelta(seconds=args.prefill_timeout_sec),

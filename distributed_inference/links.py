@@ -1,19 +1,20 @@
 """Messages between two ranks, one direction each: a small header on the host, and a payload of hidden states or logits.
 
-Receives are posted ahead and all buffers are allocated once, so that a message that arrives while the receiver computes
-is there when it is asked for. Two ways for the payload:
+All buffers are allocated once. A message that arrives while the receiver computes is there when it is asked for. Two
+ways for the payload:
 
-    host   header and payload in one buffer, one gloo message. CPUs, and several ranks on one GPU (pinned memory)
-    NCCL   the header over gloo, the payload from device to device. It is sent when the stream gets there and received
-           as soon as the header says how large it is: the host never waits for a device
+    host   behind the header, on the same connection. CPUs, and several ranks on one GPU (pinned memory)
+    NCCL   from device to device. It is sent when the stream gets there and received as soon as the header says how
+           large it is: the host never waits for a device
 
 NCCL knows no tags and runs what two ranks send each other in the order of the calls, so every kind of link has its own
-process group there. With gloo a kind of link is a tag. Messages go through the groups' own methods: `dist.isend` and
-`dist.irecv` do the same with checks that take longer than the message.
+process group there. Messages go through the groups' own methods: `dist.isend` and `dist.irecv` do the same with checks
+that take longer than the message.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,8 +24,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-RING = 3  # buffers of a link: one in use, two ahead
-FOREVER = timedelta(days=365)
+from distributed_inference.connections import Connections, LostRank, Route
+from distributed_inference.layout import DRAFT_RANK, Layout
+
+RING = 3  # payloads of a link that NCCL may have under way
 
 
 class Link(IntEnum):
@@ -36,44 +39,39 @@ class Link(IntEnum):
     GATHER = 3  # all -> draft rank: their rows of the logits
 
 
-class LostRank(RuntimeError):
-    """A rank did not answer: it is gone, or too slow."""
-
-    def __init__(self, rank: int, reason: str):
-        super().__init__(reason)
-        self.rank = rank
+def routes(layout: Layout) -> list[Route]:
+    """Every link of a pipeline."""
+    last, between = layout.last_rank, range(DRAFT_RANK + 1, layout.last_rank)
+    found = [Route(Link.FORWARD, rank, rank + 1) for rank in range(last)]
+    found += [Route(Link.UP, rank, DRAFT_RANK) for rank in (*between, last)]
+    if layout.lm_head == "split":
+        found += [Route(Link.SCATTER, last, rank) for rank in between]
+        found += [Route(Link.GATHER, rank, DRAFT_RANK) for rank in between]
+    return found
 
 
 @dataclass(frozen=True)
 class Wires:
-    """The process groups that links use, and the device of this rank's payloads."""
+    """What links send through, and the device of this rank's payloads."""
 
     device: torch.device
     dtype: torch.dtype
-    gloo: dist.ProcessGroup
+    connections: Connections
     nccl: dict[Link, dist.ProcessGroup] | None = None  # None: payloads go through the host
 
 
 class _Buffer:
-    """Memory of one message: the host's part in one piece, and views of it."""
+    """A payload's memory on this rank: on the device for NCCL, otherwise on the host, where the device reaches it."""
 
-    def __init__(self, wires: Wires, header_size: int, payload_size: int):
-        self._payload_at = header_size * 8
-        itemsize = wires.dtype.itemsize
-        on_host = 0 if wires.nccl else payload_size * itemsize
-        pinned = wires.device.type == "cuda"
-        self.bytes = torch.zeros(self._payload_at + on_host, dtype=torch.uint8, pin_memory=pinned)
-        self._itemsize = itemsize if wires.nccl is None else 0
-        self.header = self.bytes[: self._payload_at].view(torch.int64).numpy()
-        if wires.nccl is None:
-            self.payload = self.bytes[self._payload_at :].view(wires.dtype)
-        else:
-            self.payload = torch.zeros(payload_size, dtype=wires.dtype, device=wires.device)
-        self.works: list[dist.Work] = []
-
-    def message(self, size: int) -> Tensor:
-        """What gloo transports of a message whose payload has `size` elements."""
-        return self.bytes[: self._payload_at + size * self._itemsize]
+    def __init__(self, wires: Wires, size: int):
+        on_device = wires.nccl is not None
+        self.payload = torch.zeros(
+            size,
+            dtype=wires.dtype,
+            device=wires.device if on_device else "cpu",
+            pin_memory=wires.device.type == "cuda" and not on_device,
+        )
+        self.work: dist.Work | None = None  # NCCL's, while it may read the memory
 
 
 class Outbox:
@@ -82,120 +80,142 @@ class Outbox:
     header_size: most integers of a header; payload_size: most elements of a payload; timeout: for a message to leave.
     """
 
-    def __init__(self, wires: Wires, link: Link, peer: int, header_size: int, payload_size: int, timeout: timedelta):
-        self._wires, self._link, self._peer, self._timeout = wires, link, peer, timeout
-        self._buffers = [_Buffer(wires, header_size + 1, payload_size) for _ in range(RING)]
+    def __init__(self, wires: Wires, route: Route, header_size: int, payload_size: int, timeout: timedelta):
+        self._wires, self._peer, self._timeout = wires, route.receiver, timeout
+        self._sender = wires.connections.senders[route]
+        self._nccl = wires.nccl[route.link] if wires.nccl else None
+        self._header = array("q", bytes(8 * (1 + header_size)))
+        # A CPU sends hidden states from where they are.
+        count = 0 if wires.device.type == "cpu" else RING if wires.nccl else 1
+        self._buffers = [_Buffer(wires, payload_size) for _ in range(count)]
         self._next = 0
-        self._bulk: list[tuple[dist.Work, Tensor]] = []  # sends under way, with their memory
+        self._bulk: list[tuple[dist.Work, Tensor]] = []  # NCCL's sends under way, with their memory
 
     def send(self, header: Sequence[int], parts: Sequence[Tensor] = ()) -> None:
         """Send a header and tensors of the payload's dtype, which arrive flat and in one piece. Does not wait.
 
-        LostRank when the receiver of an earlier message is gone.
+        LostRank when the receiver is gone.
         """
-        buffer = self._buffers[self._next]
-        self._next = (self._next + 1) % RING
-        self._finish(buffer.works)
+        message = [memoryview(self._header).cast("B")]
         size = 0
         for part in parts:
-            buffer.payload[size : size + part.numel()].view(part.shape).copy_(part, non_blocking=True)
             size += part.numel()
-        buffer.header[0] = size
-        buffer.header[1 : 1 + len(header)] = header
-        try:
-            if size and self._wires.nccl is not None:
-                buffer.works.append(self._wires.nccl[self._link].send([buffer.payload[:size]], self._peer, 0))
-            elif size and self._wires.device.type == "cuda":
-                torch.cuda.current_stream(self._wires.device).synchronize()  # the payload is on the host now
-            buffer.works.append(self._wires.gloo.send([buffer.message(size)], self._peer, 2 * self._link))
-        except RuntimeError as error:
-            raise lost_rank(self._peer, error) from error
+        if parts:
+            message += self._payload(parts, size)
+        self._header[: 1 + len(header)] = array("q", (size, *header))
+        self._sender.send(message)
+
+    def _payload(self, parts: Sequence[Tensor], size: int) -> list[memoryview]:
+        """What follows the header on the connection. Nothing if NCCL has it: that has begun then."""
+        if not self._buffers:
+            return [host_bytes(part) for part in parts]
+        buffer = self._buffers[self._next]
+        self._next = (self._next + 1) % len(self._buffers)
+        self._finish(buffer)
+        payload = torch.cat([part.flatten() for part in parts], out=buffer.payload[:size])
+        if self._nccl is None:
+            torch.cuda.current_stream(self._wires.device).synchronize()  # the payload is on the host now
+            return [host_bytes(payload)]
+        buffer.work = self._nccl_send(payload)
+        return []
 
     def send_bulk(self, tensor: Tensor) -> None:
         """Send a tensor of any size, whose shape and dtype the receiver knows. Does not wait."""
-        tensor = tensor.contiguous()
-        try:
-            if self._wires.nccl is not None and tensor.device.type == "cuda":
-                work = self._wires.nccl[self._link].send([tensor], self._peer, 0)
-            else:
-                tensor = tensor.cpu()
-                work = self._wires.gloo.send([tensor.view(-1).view(torch.uint8)], self._peer, 2 * self._link + 1)
-        except RuntimeError as error:
-            raise lost_rank(self._peer, error) from error
-        self._bulk.append((work, tensor))
+        if self._nccl is not None and tensor.device.type == "cuda":
+            tensor = tensor.contiguous()
+            self._bulk.append((self._nccl_send(tensor), tensor))
+        else:
+            self._sender.send([host_bytes(tensor.cpu())])
 
     def flush(self) -> None:
-        """Wait until everything is out; the memory of bulk messages is free then."""
+        """Wait until everything is out."""
+        self._sender.flush(self._timeout)
         for buffer in self._buffers:
-            self._finish(buffer.works)
-        self._finish([work for work, _ in self._bulk])
+            self._finish(buffer)
+        for work, _ in self._bulk:
+            self._wait(work)
         self._bulk.clear()
 
-    def _finish(self, works: list[dist.Work]) -> None:
-        """Wait for sends, each once: gloo would wait for another one."""
+    def _nccl_send(self, tensor: Tensor) -> dist.Work:
         try:
-            while works:
-                works.pop(0).wait(self._timeout)
+            return self._nccl.send([tensor], self._peer, 0)
+        except RuntimeError as error:
+            raise lost_rank(self._peer, error) from error
+
+    def _finish(self, buffer: _Buffer) -> None:
+        """From here on the stream may write to the buffer."""
+        if buffer.work is not None:
+            self._wait(buffer.work)
+            buffer.work = None
+
+    def _wait(self, work: dist.Work) -> None:
+        try:
+            work.wait(self._timeout)
         except RuntimeError as error:
             raise lost_rank(self._peer, error, self._timeout) from error
 
 
 class Inbox:
-    """Receives from one rank. Sizes as for its `Outbox`; `post` before the first message."""
+    """Receives from one rank. Sizes as for its `Outbox`."""
 
-    def __init__(self, wires: Wires, link: Link, peer: int, header_size: int, payload_size: int):
-        self._wires, self._link, self._peer = wires, link, peer
-        self._buffers = [_Buffer(wires, header_size + 1, payload_size) for _ in range(RING)]
-        self._next = 0
-        for buffer in self._buffers[: RING - 1]:
-            self._post(buffer)
-
-    def _post(self, buffer: _Buffer) -> None:
-        try:
-            buffer.works = [self._wires.gloo.recv([buffer.bytes], self._peer, 2 * self._link)]
-        except RuntimeError as error:
-            raise lost_rank(self._peer, error) from error
+    def __init__(self, wires: Wires, route: Route, header_size: int, payload_size: int):
+        self._wires, self._peer = wires, route.sender
+        self._receiver = wires.connections.receivers[route]
+        self._nccl = wires.nccl[route.link] if wires.nccl else None
+        self._header = array("q", bytes(8 * (1 + header_size)))
+        self._header_bytes = memoryview(self._header).cast("B")
+        self._buffer = _Buffer(wires, payload_size).payload
+        self._views: dict[int, tuple[Tensor, memoryview | None]] = {}  # by payload size, of which there are few
 
     def receive(self, timeout: timedelta) -> tuple[list[int], Tensor]:
-        """The next message: its header (with zeros behind it), and its payload, flat, which is valid until the next
+        """The next message: its header (with anything behind it), and its payload, flat, which is valid until the next
         call. LostRank when it does not come in time, or cannot come any more.
         """
-        buffer = self._buffers[self._next]
-        self._post(self._buffers[self._next - 1])  # used up by now
-        self._next = (self._next + 1) % RING
-        self._wait(buffer.works[0], timeout)
-        header = buffer.header.tolist()
-        payload = buffer.payload[: header[0]]
-        if self._wires.nccl is not None:
-            if header[0]:
-                work = self._wires.nccl[self._link].recv([payload], self._peer, 0)
-                self._wait(work, timeout)  # the stream waits, not the host
-        elif self._wires.device.type == "cuda":
-            payload = payload.to(self._wires.device)
-        return header[1:], payload
+        self._receiver.receive(self._header_bytes, timeout)
+        size, *header = self._header.tolist()
+        payload, where = self._views.get(size) or self._view(size)
+        if size and where is None:
+            self._nccl_receive(payload, timeout)
+        elif size:
+            self._receiver.receive(where, timeout)
+            if self._wires.device.type == "cuda":
+                payload = payload.to(self._wires.device)
+        return header, payload
+
+    def _view(self, size: int) -> tuple[Tensor, memoryview | None]:
+        """A payload of this size, and where its bytes go on the host."""
+        payload = self._buffer[:size]
+        self._views[size] = payload, host_bytes(payload) if size and self._nccl is None else None
+        return self._views[size]
 
     def receive_bulk(self, shape: Sequence[int], timeout: timedelta, dtype: torch.dtype | None = None) -> Tensor:
         """A tensor sent by `send_bulk`: of the payload's dtype on this rank's device, or of another one on the host."""
-        on_device = dtype is None and self._wires.nccl is not None
-        tensor = torch.empty(
-            *shape, dtype=dtype or self._wires.dtype, device=self._wires.device if on_device else "cpu"
-        )
-        if on_device:
-            work = self._wires.nccl[self._link].recv([tensor], self._peer, 0)
-        else:
-            work = self._wires.gloo.recv([tensor.view(-1).view(torch.uint8)], self._peer, 2 * self._link + 1)
-        self._wait(work, timeout)
-        return tensor if dtype is not None else tensor.to(self._wires.device)
+        wires = self._wires
+        if dtype is None and self._nccl is not None:
+            tensor = torch.empty(*shape, dtype=wires.dtype, device=wires.device)
+            self._nccl_receive(tensor, timeout)
+            return tensor
+        tensor = torch.empty(*shape, dtype=dtype or wires.dtype)
+        self._receiver.receive(host_bytes(tensor), timeout)
+        return tensor if dtype is not None else tensor.to(wires.device)
 
-    def _wait(self, work: dist.Work, timeout: timedelta) -> None:
+    def _nccl_receive(self, tensor: Tensor, timeout: timedelta) -> None:
+        """The stream waits, not the host."""
         try:
-            work.wait(timeout)
+            self._nccl.recv([tensor], self._peer, 0).wait(timeout)
         except RuntimeError as error:
             raise lost_rank(self._peer, error, timeout) from error
 
 
+def host_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor on the host, without a copy if they lie in one piece."""
+    if not tensor.is_contiguous():
+        tensor = tensor.contiguous()
+    return memoryview(tensor.view(torch.uint8).numpy()).cast("B")
+
+
 def lost_rank(peer: int, error: RuntimeError, timeout: timedelta | None = None) -> LostRank:
-    """What gloo's complaint means: a peer that is too slow, or one whose connection is gone."""
+    """What a process group's complaint means: a peer that is too slow, or one whose connection is gone."""
     if timeout is not None and "timed out" in str(error).lower():
-        return LostRank(peer, f"did not answer for {timeout.total_seconds():g} s")
-    return LostRank(peer, "closed its connection: it was killed, or ended with an error of its own")
+        return LostRank.late(peer, timeout)
+    return LostRank.gone(peer)

@@ -84,6 +84,10 @@ class _Arrival:
         self.logits: Row  # of the last stage
         self._receive = receive
 
+    @property
+    def here(self) -> bool:
+        return self._receive is None
+
     def settle(self) -> None:
         """Wait for the message, unless it is here."""
         if self._receive is not None:
@@ -172,7 +176,7 @@ class RemoteExecutor:
         return h0
 
     def finish_cycle(self) -> tuple[Iterator[Captured], Completed | None]:
-        self._settle()
+        self._settle(self._arrivals)
         self._arrivals = [
             _Arrival(stage, flight, self._receive)
             if stage in self._pipeline.inboxes
@@ -185,7 +189,7 @@ class RemoteExecutor:
         if flight is not None:
             output = self._arrivals[-1]
             if self._lane is None:
-                output.settle()
+                self._settle([output])
             if flight.alive:
                 ids = tuple(flight.ids[row] for row in flight.alive)
                 completed = Completed(ids, partial(_pick, output.row_logits, tuple(flight.alive)))
@@ -193,9 +197,9 @@ class RemoteExecutor:
         return self._captured(self._arrivals), completed
 
     def _captured(self, arrivals: Sequence[_Arrival]) -> Iterator[Captured]:
-        """Anchors of one cycle, the deepest stage's first: it was ready first."""
-        for arrival in reversed(arrivals):
-            arrival.settle()
+        """Anchors of one cycle."""
+        self._settle(arrivals)
+        for arrival in arrivals:
             flight = arrival.flight
             captured = zip(self._captured_by[arrival.stage], arrival.anchors, strict=True)
             if len(flight.alive) == len(flight.ids):
@@ -214,7 +218,7 @@ class RemoteExecutor:
         while any(self._flights):
             self.begin_cycle(-1, ())
             self.finish_cycle()
-        self._settle()
+        self._settle(self._arrivals)
         self._pipeline.running = None
         self._pipeline.outbox.send([Kind.END])
         del self.fills[cycles:]
@@ -230,17 +234,19 @@ class RemoteExecutor:
     # Messages of the stages
     # -----------------------------------------------------------------------------------------------------------------
 
-    def _settle(self) -> None:
-        """Receive what the last cycle's stages sent and nobody asked for."""
-        for arrival in self._arrivals:
-            arrival.settle()
+    def _settle(self, arrivals: Sequence[_Arrival]) -> None:
+        """Receive what some stages sent, unless it is here; the deepest stage's first, which was ready first."""
+        missing = [arrival for arrival in reversed(arrivals) if not arrival.here]
+        if missing:
+            with self._timeline.span(WAIT):
+                for arrival in missing:
+                    arrival.settle()
 
     def _receive(self, arrival: _Arrival, captured: Sequence[int] | None = None) -> None:
         """Wait for a stage's message: its anchors (`captured` of them: all, unless given), the last stage's output."""
         stage, count = arrival.stage, len(arrival.flight.ids)
         captured = self._captured_by[stage] if captured is None else captured
-        with self._timeline.span(WAIT):
-            header, payload = self._pipeline.inboxes[stage].receive(self._setup.decode_timeout)
+        header, payload = self._pipeline.inboxes[stage].receive(self._setup.decode_timeout)
         assert header == [arrival.flight.cycle, count], f"stage {stage} sent {header} for cycle {arrival.flight.cycle}"
         size = len(captured) * count * self._target.config.hidden_size
         arrival.anchors = payload[:size].view(len(captured), count, -1).unbind() if captured else ()

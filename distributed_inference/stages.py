@@ -10,8 +10,9 @@ from datetime import timedelta
 import torch
 from torch import Tensor
 
+from distributed_inference.connections import FOREVER, Route
 from distributed_inference.layout import DRAFT_RANK, Layout
-from distributed_inference.links import FOREVER, Inbox, Link, Outbox, Wires
+from distributed_inference.links import Inbox, Link, Outbox, Wires
 from distributed_inference.messages import Batch, Kind, Start, header_size
 from pipeline_model import NodeBatch, Stage, StageCache, Target, TreeMask
 from timeline import VERIFY, Span, Timeline, stage_row
@@ -35,10 +36,11 @@ class Setup:
 
     def outbox(self, link: Link, peer: int, payload_rows: int) -> Outbox:
         timeout = max(self.prefill_timeout, self.decode_timeout)
-        return Outbox(self.wires, link, peer, self.header_size(link), self.width * payload_rows, timeout)
+        route = Route(link, self.rank, peer)
+        return Outbox(self.wires, route, self.header_size(link), self.width * payload_rows, timeout)
 
     def inbox(self, link: Link, peer: int, payload_rows: int) -> Inbox:
-        return Inbox(self.wires, link, peer, self.header_size(link), self.width * payload_rows)
+        return Inbox(self.wires, Route(link, peer, self.rank), self.header_size(link), self.width * payload_rows)
 
     def header_size(self, link: Link) -> int:
         return header_size(len(self.anchors), self.width) if link is Link.FORWARD else UP_HEADER

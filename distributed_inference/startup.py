@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from distributed_inference.layout import DRAFT_RANK
-from distributed_inference.links import FOREVER, Link, Wires, lost_rank
+from distributed_inference.connections import FOREVER, Connections
+from distributed_inference.layout import DRAFT_RANK, Layout
+from distributed_inference.links import Link, Wires, lost_rank, routes
 from evaluation_files import file_sha256, files_sha256
 from script_utils import first_line
 
@@ -65,13 +66,12 @@ class Group:
                 "is the port in use, or another rank missing? choose another --master_port"
             ) from None
 
-    def wires(self, device: torch.device, dtype: torch.dtype, backend: str) -> Wires:
-        """The process groups of the links. Every rank calls this."""
-        gloo = dist.new_group(backend="gloo", timeout=FOREVER)
-        nccl = None
+    def wires(self, layout: Layout, device: torch.device, dtype: torch.dtype, backend: str) -> Wires:
+        """What the links of all ranks go through. Every rank calls this."""
+        connections, nccl = Connections(routes(layout), self._timeout), None
         if backend == "nccl":
             nccl = {link: dist.new_group(backend="nccl", timeout=FOREVER) for link in Link}
-        return Wires(device, dtype, gloo, nccl)
+        return Wires(device, dtype, connections, nccl)
 
     def agree(self, compute: Callable[[], tuple[Kept, Any]]) -> tuple[Kept, list[Any]]:
         """Compute something on every rank: what this rank keeps, and what each rank tells all, by rank.

@@ -15,8 +15,9 @@ import torch.distributed as dist
 
 from distributed_inference import stages
 from distributed_inference.compiled import CompiledStageRunner
+from distributed_inference.connections import Connections
 from distributed_inference.layout import DRAFT_RANK, Layout
-from distributed_inference.links import Wires
+from distributed_inference.links import Wires, routes
 from distributed_inference.messages import Batch, Start, header_size
 from distributed_inference.remote import Pipeline, RemoteExecutor
 from distributed_inference.stages import PREFILL_CHUNK, Setup, StageRunner, StageServer, prompt_chunks
@@ -143,7 +144,7 @@ def decode_cases(world_size):
         head = tiny_head(whole, case.sizes)
         target = part_of(model, case.layout, rank)
         anchors = head.config.anchors
-        wires = Wires(CPU, torch.float32, dist.new_group())
+        wires = Wires(CPU, torch.float32, Connections(routes(case.layout), TIMEOUT))
         setup = Setup(case.layout, rank, wires, case.width, anchors, TIMEOUT, TIMEOUT)
         stage = case.layout.stage_of(rank)
         runner = None if stage is None else new_runner(case, target, stage)

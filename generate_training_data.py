@@ -23,7 +23,9 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from conversation_data import ChatFormat, Counters, SkipRecord, find_sources, first_prompt, read_turns
+from chat_format import ChatFormat
+from conversation_data import first_prompt
+from conversation_sources import Counters, SkipRecord, find_sources, read_turns
 from pipeline_inference import load_tokenizer
 from pipeline_model import ATTN_IMPLEMENTATIONS, Target
 from script_utils import (

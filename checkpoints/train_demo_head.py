@@ -28,7 +28,7 @@ import make_prompts
 
 import generate_training_data
 import train
-from conversation_data import Counters, find_sources, read_turns
+from conversation_sources import Counters, find_sources, read_turns
 from pipeline_model import CHECKPOINT_NAME, Target, load_head, save_head
 from script_utils import Parser, atomic_open, quiet_libraries, run_script
 

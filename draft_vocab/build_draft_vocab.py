@@ -18,7 +18,8 @@ import numpy as np
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from conversation_data import IGNORE_INDEX, ChatFormat, load_conversations
+from chat_format import ChatFormat
+from conversation_data import IGNORE_INDEX, load_conversations
 from script_utils import Parser, atomic_open, first_line, run_script
 
 

@@ -365,9 +365,7 @@ def test_bad_training_flags_are_one_line(work, tmp_path, capsys, monkeypatch, me
 def files(tmp_path_factory):
     """A target, a head of each kind, and a data set."""
     folder = tmp_path_factory.mktemp("files")
-    save_target(folder / "target")
-    config = folder / "target" / "tokenizer_config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": TEMPLATE}))
+    save_target(folder / "target", chat_template=TEMPLATE)
     target = Target.load(str(folder / "target"))
     save_head(tiny_eagle3(target), folder / "eagle3.pt")
     save_head(tiny_ppsd(target, (2, 2)), folder / "ppsd.pt")

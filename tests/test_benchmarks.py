@@ -10,7 +10,7 @@ import torch
 from benchmarks import cycle_time, train_throughput
 from pipeline_inference import SPDDrafter
 from pipeline_model import SpeculationHead
-from tests.tiny import save_target
+from tests.tiny import CHAT_TEMPLATE, save_target
 
 CARD = ["target", "machine", "bfloat16", "versions"]
 
@@ -19,10 +19,7 @@ CARD = ["target", "machine", "bfloat16", "versions"]
 def folder(tmp_path_factory):
     """A tiny target whose tokenizer has a chat template."""
     folder = tmp_path_factory.mktemp("target")
-    save_target(folder, layers=6)
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    config["chat_template"] = "{% for m in messages %}w1 {{ m.content }} w2{% endfor %}"
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    save_target(folder, layers=6, chat_template=CHAT_TEMPLATE)
     return folder
 
 

@@ -17,7 +17,7 @@ import timeline
 from pipeline_inference import Demo, Verdict, build_parser, main, text_runs
 from pipeline_model import CHECKPOINT_NAME, Target, load_head, save_head
 from script_utils import atomic_open, first_line, run_script
-from tests.tiny import hf_greedy, save_target, spd_decoder, tiny_head, tiny_target
+from tests.tiny import CHAT_TEMPLATE, hf_greedy, save_target, spd_decoder, tiny_head, tiny_target
 from timeline import DRAFT, VERIFY, Span, Timeline, stage_row, write_trace
 
 PROMPT = "w5 w17 w3"
@@ -212,10 +212,7 @@ def test_coloured_runs_join_to_the_whole_text():
 
 def test_prompts_are_user_turns_where_there_is_a_template(files, tmp_path, capsys):
     """Guards against a chat model that gets bare text, and against `--no-chat_template` that is ignored."""
-    save_target(tmp_path)
-    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    config["chat_template"] = "{% for m in messages %}w1 {{ m.content }} w2{% endfor %}"
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    save_target(tmp_path, chat_template=CHAT_TEMPLATE)
     for flags, expected in [([], [1, 5, 17, 3, 2]), (["--no-chat_template"], [5, 17, 3])]:
         demo = Demo(build_parser().parse_args(["--base_model_path", str(tmp_path), *flags, "--prompt", PROMPT]))
         assert demo.encode(PROMPT) == expected

@@ -15,16 +15,10 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers, pro
 from transformers import PreTrainedTokenizerFast
 
 import conversation_data
-from conversation_data import (
-    IGNORE_INDEX,
-    ChatFormat,
-    Counters,
-    PadCollator,
-    SkipRecord,
-    clean_conversation,
-    find_sources,
-    load_conversations,
-)
+import conversation_sources
+from chat_format import ChatFormat
+from conversation_data import IGNORE_INDEX, PadCollator, clean_conversation, load_conversations
+from conversation_sources import Counters, SkipRecord, find_sources
 
 WORDS = ["a", "b", "c", "d", "e", "hi", "yo", "sys", "hm", "x", "y", "HI", "YO"]
 WORDS += ["user", "assistant", "system", "User", "Assistant", "System"]
@@ -125,7 +119,7 @@ def show(tokenizer, row):
 @pytest.mark.parametrize("read_chars", [5, 64, 1 << 20])
 def test_cut_off_json_gives_every_whole_record(load, tmp_path, monkeypatch, read_chars):
     """A reader that drops the file, or its last whole record, or that counts characters where it says bytes."""
-    monkeypatch.setattr(conversation_data, "READ_CHARS", read_chars)
+    monkeypatch.setattr(conversation_sources, "READ_CHARS", read_chars)
     records = [{"id": "é \ue000 😀 [{", "conversations": turns("hi", "yo \\" * n)} for n in range(1, 6)]
     whole = json.dumps(records, ensure_ascii=False, indent=1).encode()
     start = whole.rindex(b'{\n  "id"')
@@ -140,7 +134,7 @@ def test_cut_off_json_gives_every_whole_record(load, tmp_path, monkeypatch, read
 @pytest.mark.parametrize("read_chars", [5, 1 << 20])
 def test_damage_inside_json_costs_one_record(load, tmp_path, monkeypatch, read_chars):
     """A reader that gives up at the first damage, or that takes a turn of the broken record for a record."""
-    monkeypatch.setattr(conversation_data, "READ_CHARS", read_chars)
+    monkeypatch.setattr(conversation_sources, "READ_CHARS", read_chars)
     records = [json.dumps({"conversations": turns("a", "b", "c", word)}) for word in ("d", "e", "f")]
     path = tmp_path / "data.json"
     path.write_text("[" + ",".join([records[0], records[1].replace('"role"', "role", 1), records[2]]) + "]")

@@ -28,12 +28,9 @@ from evaluation_workers import Evaluator, sample_seed
 from pipeline_inference import Decoder, Sampling, Verdict
 from pipeline_model import CHECKPOINT_NAME, Target, load_head, save_head
 from script_utils import run_script
-from tests.tiny import hf_greedy, save_target, spd_decoder, tiny_head, tiny_target
+from tests.tiny import CHAT_TEMPLATE, hf_greedy, save_target, spd_decoder, tiny_head, tiny_target
 
-TEMPLATE = (
-    "{% for m in messages %}w1 {{ m.content }} w2{% endfor %}"
-    "{% if enable_thinking is defined %}{{ ' w3' if enable_thinking else ' w4' }}{% endif %}"
-)
+TEMPLATE = CHAT_TEMPLATE + "{% if enable_thinking is defined %}{{ ' w3' if enable_thinking else ' w4' }}{% endif %}"
 SETS = {"first": ["w5 w17 w3", "w8 w2", "w40 w41 w42 w43"], "second": ["w9", "w22 w5"]}
 TIMES = re.compile(r"_sec$|tok_s$|speedup_vs_baseline$")
 
@@ -42,9 +39,7 @@ TIMES = re.compile(r"_sec$|tok_s$|speedup_vs_baseline$")
 def files(tmp_path_factory):
     """A target with a chat template, heads for two splits of it, and two data sets."""
     folder = tmp_path_factory.mktemp("files")
-    save_target(folder / "target")
-    config = folder / "target" / "tokenizer_config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": TEMPLATE}))
+    save_target(folder / "target", chat_template=TEMPLATE)
     target = Target.load(str(folder / "target"))
     save_head(tiny_head(target, (2, 2)), folder / "head" / CHECKPOINT_NAME)
     save_head(tiny_head(target, (1, 1, 1, 1), trained_num_stages=(2, 4)), folder / "deep.pt")

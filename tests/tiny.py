@@ -204,8 +204,16 @@ def oracle(sequence: Sequence[int], *, rank: Callable[[int], int] = lambda posit
     return choose
 
 
+CHAT_TEMPLATE = "{% for m in messages %}w1 {{ m.content }} w2{% endfor %}"
+
+
 def save_target(
-    folder: str | Path, family: str = "llama", *, generation_fields: Mapping | None = None, **kwargs
+    folder: str | Path,
+    family: str = "llama",
+    *,
+    generation_fields: Mapping | None = None,
+    chat_template: str | None = None,
+    **kwargs,
 ) -> PreTrainedModel:
     """A tiny target with a word-by-word tokenizer ("w0 w1 ..."), saved as users have them: a folder."""
     model = tiny_model(family, **kwargs)
@@ -215,5 +223,7 @@ def save_target(
     words = {f"w{index}": index for index in range(model.config.vocab_size)}
     backend = Tokenizer(models.WordLevel(words, unk_token="w0"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="w0").save_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="w0")
+    tokenizer.chat_template = chat_template
+    tokenizer.save_pretrained(folder)
     return model

@@ -891,20 +891,22 @@ class Generation:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def build_parser() -> Parser:
-    parser = Parser(description="Speculative pipeline decoding beside standard generation, prompt by prompt.")
+def add_model_arguments(parser: Parser) -> argparse._ArgumentGroup:
+    """The target's flags. Returns their group, for more of them."""
     model = parser.add_argument_group("model")
     model.add_argument("--base_model_path", required=True, help="target model: a folder or a hub id")
-    model.add_argument("--spec_head_ckpt", help="head checkpoint (file or folder); omitted: standard generation alone")
     model.add_argument("--dtype", default="auto", choices=["auto", *DTYPES], help="auto: float32 on a CPU, or bfloat16")
-    model.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     model.add_argument("--attn_implementation", default="sdpa", choices=ATTN_IMPLEMENTATIONS, help="attention kernels")
     model.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
+    return model
+
+
+def add_decoding_arguments(parser: Parser) -> argparse._ArgumentGroup:
+    """The flags of one decoding, beside its prompt. Returns the group of those about the pipeline."""
     text = parser.add_argument_group("text")
-    text.add_argument("--prompt", nargs="+", action="extend", required=True, help="one or more prompts; repeatable")
     text.add_argument("--chat_template", action=BooleanOptionalAction, default=True, help="send prompts as a user turn")
     text.add_argument("--max_new_tokens", type=int, default=100, help="new tokens at most")
-    sampling = parser.add_argument_group("sampling (neutral by default; the same for both)")
+    sampling = parser.add_argument_group("sampling (neutral by default; the same with and without a head)")
     sampling.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
     sampling.add_argument("--top_k", type=int, default=0, help="0: off")
     sampling.add_argument("--top_p", type=float, default=1.0, help="1: off")
@@ -914,7 +916,17 @@ def build_parser() -> Parser:
     spd.add_argument("--verify_lag", type=int, default=0, choices=[0, 1], help="1: verify beside the next cycle")
     spd.add_argument("--verify", action=BooleanOptionalAction, default=True, help="off: accept every draft (debugging)")
     spd.add_argument("--use_deepest", action=BooleanOptionalAction, help="as the head was trained, unless set")
-    spd.add_argument("--trace", metavar="FILE", help="write a Chrome/Perfetto trace of the pipeline")
+    return spd
+
+
+def build_parser() -> Parser:
+    parser = Parser(description="Speculative pipeline decoding beside standard generation, prompt by prompt.")
+    model = add_model_arguments(parser)
+    model.add_argument("--spec_head_ckpt", help="head checkpoint (file or folder); omitted: standard generation alone")
+    model.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    pipeline = add_decoding_arguments(parser)
+    pipeline.add_argument("--trace", metavar="FILE", help="write a Chrome/Perfetto trace of the pipeline")
+    parser.add_argument("--prompt", nargs="+", action="extend", required=True, help="one or more prompts; repeatable")
     return parser
 
 

@@ -16,6 +16,7 @@ sleep for as long as the flags say; every draft is accepted, so that the pipelin
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import platform
@@ -50,6 +51,7 @@ VOCAB = 1000
 TOKEN = 7  # what everybody drafts, and the target confirms
 PROMPT = [1, 2, 3]
 TIMEOUT = timedelta(seconds=60)
+PR_SET_TIMERSLACK = 29  # nanoseconds
 
 
 def build_parser() -> Parser:
@@ -128,6 +130,7 @@ class SleepingDrafter:
 def rank_main(args: argparse.Namespace, num_stages: int, lag: int, rank: int, port: int, results: Connection) -> None:
     """One process: rank 0 decodes and sends the cycles' seconds, the others are stages."""
     torch.set_num_threads(1)
+    exact_sleeps()
     layout = Layout((2,) * num_stages)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=layout.world_size, timeout=TIMEOUT)
@@ -146,6 +149,12 @@ def rank_main(args: argparse.Namespace, num_stages: int, lag: int, rank: int, po
         StageServer(setup, target, SleepingStage(args, len(setup.captured_by(stage, anchors)))).serve()
     dist.barrier()
     dist.destroy_process_group()
+
+
+def exact_sleeps() -> None:
+    """Linux lets a process oversleep by 50 us to save wake-ups: that would count as overhead, several times a cycle."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1)
 
 
 def timed_cycles(generation: Generation, count: int) -> list[float]:

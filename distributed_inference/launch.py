@@ -15,7 +15,6 @@ import signal
 import sys
 import threading
 import traceback
-from argparse import BooleanOptionalAction
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -25,15 +24,24 @@ import torch
 from transformers import PreTrainedConfig
 
 from distributed_inference.compiled import CompiledStageRunner
+from distributed_inference.connections import LostRank
 from distributed_inference.layout import DRAFT_RANK, LM_HEAD_PLACES, Layout, parse_gpus
-from distributed_inference.links import LostRank
 from distributed_inference.remote import Pipeline, RemoteExecutor
 from distributed_inference.stages import Setup, StageRunner, StageServer
 from distributed_inference.startup import Environment, Group, check_same, code_version, short_sha256
 from evaluation_files import checkpoint_file
-from pipeline_inference import Decoder, Drafter, Sampling, SPDDrafter, check_attention, check_length, check_limits
+from pipeline_inference import (
+    Decoder,
+    Drafter,
+    Sampling,
+    SPDDrafter,
+    add_decoding_arguments,
+    add_model_arguments,
+    check_attention,
+    check_length,
+    check_limits,
+)
 from pipeline_model import (
-    ATTN_IMPLEMENTATIONS,
     CachePlan,
     HeadConfig,
     SpeculationHead,
@@ -45,7 +53,7 @@ from pipeline_model import (
     read_checkpoint,
     split_layers,
 )
-from script_utils import DTYPES, Parser, first_line, quiet_libraries, resolve_dtype
+from script_utils import Parser, first_line, quiet_libraries, resolve_dtype
 
 
 class RankParser(Parser):
@@ -64,12 +72,8 @@ def speaks_for_machine() -> bool:
 
 def add_arguments(parser: Parser) -> None:
     """The flags of a pipeline; what to decode is the script's."""
-    model = parser.add_argument_group("model")
-    model.add_argument("--base_model_path", required=True, help="target model: a folder or a hub id")
+    model = add_model_arguments(parser)
     model.add_argument("--spec_head_ckpt", required=True, help="head checkpoint, a file or a folder")
-    model.add_argument("--dtype", default="auto", choices=["auto", *DTYPES], help="auto: float32 on a CPU, or bfloat16")
-    model.add_argument("--attn_implementation", default="sdpa", choices=ATTN_IMPLEMENTATIONS, help="attention kernels")
-    model.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
     ranks = parser.add_argument_group("ranks")
     ranks.add_argument("--num_stages", type=int, help="n, for a head trained for several; unset: the head's")
     ranks.add_argument("--stage_layers", help='another split than the head\'s, "8;22": exact, but fewer drafts fit')
@@ -81,18 +85,8 @@ def add_arguments(parser: Parser) -> None:
     ranks.add_argument("--load_timeout_sec", type=float, default=1800, help="for loading, and finding each other")
     ranks.add_argument("--prefill_timeout_sec", type=float, default=300, help="for a message while a prompt is run")
     ranks.add_argument("--decode_timeout_sec", type=float, default=60, help="for a message in a cycle")
-    decoding = parser.add_argument_group("decoding")
-    decoding.add_argument("--max_new_tokens", type=int, default=100, help="new tokens at most")
-    decoding.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
-    decoding.add_argument("--top_k", type=int, default=0, help="0: off")
-    decoding.add_argument("--top_p", type=float, default=1.0, help="1: off")
-    decoding.add_argument("--seed", type=int, default=0, help="of every random draw")
-    decoding.add_argument("--draft_top_k", type=int, default=1, help="W, width of the draft tree; 1: a chain")
-    decoding.add_argument("--verify_lag", type=int, default=0, choices=[0, 1], help="1: verify beside the next cycle")
-    decoding.add_argument("--verify", action=BooleanOptionalAction, default=True, help="off: accept every draft")
-    decoding.add_argument("--use_deepest", action=BooleanOptionalAction, help="as the head was trained, unless set")
-    decoding.add_argument("--chat_template", action=BooleanOptionalAction, default=True, help="send a user's turn")
-    decoding.add_argument("--threads", type=int, default=1, help="CPU threads of a rank")
+    ranks.add_argument("--threads", type=int, default=1, help="CPU threads of a rank")
+    add_decoding_arguments(parser)
     measuring = parser.add_argument_group("measuring")
     measuring.add_argument("--warmup_iters", type=int, default=1, help="unrecorded generations before the first one")
     measuring.add_argument(

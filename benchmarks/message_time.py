@@ -16,7 +16,7 @@ from torch import Tensor, multiprocessing
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from distributed_inference.connections import Connections, Route
+from distributed_inference.connections import Connections, Route, host_bytes
 
 WARM_UP = 10  # round trips
 PATIENCE = timedelta(minutes=5)  # for the other process to start
@@ -73,7 +73,7 @@ def _host(rank: int, on_device: Tensor) -> tuple[Callable[[], object], Callable[
     there, back = Route(0, rank, 1 - rank), Route(0, 1 - rank, rank)
     connections = Connections([there, back], PATIENCE)
     message = torch.empty_like(on_device, device="cpu")
-    where = memoryview(message.view(torch.uint8).numpy()).cast("B")
+    where = host_bytes(message)
 
     def send() -> None:
         message.copy_(on_device)

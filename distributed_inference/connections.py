@@ -19,7 +19,9 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import timedelta
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 FOREVER = timedelta(days=365)
 HELLO = struct.Struct("=16sqq")  # first bytes of a connection: the receiver's token, the link, the sender
@@ -152,6 +154,11 @@ class Connections:
                     missing.remove(route)
                 else:
                     connection.close()
+
+
+def host_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor on the host, without a copy if they lie in one piece."""
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
 
 
 def _connect(route: Route, address: tuple[str, int], token: bytes, timeout: timedelta) -> socket.socket:

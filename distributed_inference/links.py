@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distributed_inference.connections import Connections, LostRank, Route
+from distributed_inference.connections import Connections, LostRank, Route, host_bytes
 from distributed_inference.layout import DRAFT_RANK, Layout
 
 RING = 3  # payloads of a link that NCCL may have under way
@@ -112,7 +112,9 @@ class Outbox:
         buffer = self._buffers[self._next]
         self._next = (self._next + 1) % len(self._buffers)
         self._finish(buffer)
-        payload = torch.cat([part.flatten() for part in parts], out=buffer.payload[:size])
+        payload = buffer.payload[:size]
+        for part, place in zip(parts, payload.split([part.numel() for part in parts]), strict=True):
+            place.view(part.shape).copy_(part, non_blocking=True)  # from the device to the host, without NCCL
         if self._nccl is None:
             torch.cuda.current_stream(self._wires.device).synchronize()  # the payload is on the host now
             return [host_bytes(payload)]
@@ -205,11 +207,6 @@ class Inbox:
             self._nccl.recv([tensor], self._peer, 0).wait(timeout)
         except RuntimeError as error:
             raise lost_rank(self._peer, error, timeout) from error
-
-
-def host_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor on the host, without a copy if they lie in one piece."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
 
 
 def lost_rank(peer: int, error: RuntimeError, timeout: timedelta | None = None) -> LostRank:

@@ -21,11 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline_model import Target, teacher_features
+from pipeline_model import Target, teacher_argmax, teacher_features
 from script_utils import write_json
 
 FORMAT = 1  # raise when the files would hold something else
-ARGMAX_CHUNK = 256  # positions whose logits exist at the same time
 
 
 class CachedPass(NamedTuple):
@@ -39,49 +38,65 @@ class CachedPass(NamedTuple):
 class FeatureCache:
     """`teacher_features` of the examples of one data set, computed once.
 
-    folder: where the states lie; made when missing. ValueError when it belongs to other data, another target or other
-        anchors, or when the disk has no room for all examples.
+    folder: where the states lie; made when missing. ValueError when it belongs to other data or another target, when it
+        was made without one of the anchors, or when the disk has no room for all examples.
+    anchors: what this head reads.
     rows, lengths: the data set and the tokens of each of its examples.
+    more_anchors: what heads that are trained later from the same folder will read besides.
 
     Several processes may share a folder: an example is marked as there only after its states are written, and two
     processes that meet the same example write the same states.
     """
 
     def __init__(
-        self, folder: Path, target: Target, anchors: Sequence[int], rows: datasets.Dataset, lengths: np.ndarray
+        self,
+        folder: Path,
+        target: Target,
+        anchors: Sequence[int],
+        rows: datasets.Dataset,
+        lengths: np.ndarray,
+        more_anchors: Sequence[int] = (),
     ):
+        for layer in more_anchors:
+            if not 0 <= layer <= target.num_layers:
+                raise ValueError(
+                    f"--feature_cache_layers has a {layer}: the target's layers are 1 to {target.num_layers}"
+                )
         self.target, self.anchors = target, tuple(anchors)
-        self.kept = sorted({*self.anchors, target.num_layers} - {0})  # h_i that are stored
         self.offsets = np.concatenate([[0], np.cumsum(lengths)])
-        shape = (int(self.offsets[-1]), len(self.kept), target.config.hidden_size)
-        self.nbytes = 2 * int(np.prod(shape)) + 4 * shape[0]
         folder.mkdir(parents=True, exist_ok=True)
-        self._claim(
-            folder,
-            {"format": FORMAT, "data": _data_hash(rows), "target": _target_hash(target), "hidden_states": self.kept},
-        )
+        needed = {*self.anchors, *more_anchors, target.num_layers} - {0}
+        identity = {"format": FORMAT, "data": _data_hash(rows), "target": _target_hash(target)}
+        self.kept = self._claim(folder, identity, needed)  # the b of the h_b that are stored
+        self.nbytes = self._nbytes(len(self.kept))
+        shape = (self._num_tokens, len(self.kept), target.config.hidden_size)
         self.states = _open_map(folder / "states.bin", np.uint16, shape)  # bfloat16 bits
         self.best = _open_map(folder / "best.bin", np.int32, shape[:1])
         self.ready = _open_map(folder / "ready.bin", np.uint8, (len(lengths),))
 
-    def _claim(self, folder: Path, identity: dict[str, object]) -> None:
+    def _claim(self, folder: Path, identity: dict[str, object], needed: set[int]) -> list[int]:
+        """The hidden states that the folder stores; a new one stores those that are needed."""
         path = folder / "cache.json"
         if path.exists():
             found = json.loads(path.read_text(encoding="utf-8"))
             differing = [name for name in identity if found.get(name) != identity[name]]
+            if not differing and not needed <= set(found["hidden_states"]):
+                differing = ["hidden_states"]
             if differing:
                 raise ValueError(
                     f"--feature_cache {str(folder.parent)!r} was made with other {differing[0].replace('_', ' ')}: "
                     "delete it, or name another folder"
                 )
-            return
-        free = shutil.disk_usage(folder).free
-        if free < self.nbytes:
+            return found["hidden_states"]
+        kept = sorted(needed)
+        free, wanted = shutil.disk_usage(folder).free, self._nbytes(len(kept))
+        if free < wanted:
             raise ValueError(
-                f"--feature_cache {str(folder.parent)!r} needs {self.nbytes / 1e9:.1f} GB, the disk has "
+                f"--feature_cache {str(folder.parent)!r} needs {wanted / 1e9:.1f} GB, the disk has "
                 f"{free / 1e9:.1f} GB free: train on less data, or without it"
             )
-        write_json(path, identity)
+        write_json(path, identity | {"hidden_states": kept})
+        return kept
 
     @torch.no_grad()
     def load(self, rows: np.ndarray, input_ids: Tensor, attention_mask: Tensor) -> CachedPass:
@@ -102,17 +117,23 @@ class FeatureCache:
         return CachedPass(features, layers[self.target.num_layers], torch.from_numpy(best).to(input_ids.device))
 
     def _add(self, rows: np.ndarray, input_ids: Tensor, attention_mask: Tensor) -> None:
-        features, hidden = teacher_features(self.target, input_ids, attention_mask, self.anchors)
-        layers = dict(zip(self.anchors, features.unbind(2), strict=True)) | {self.target.num_layers: hidden}
-        states = torch.stack([layers[layer] for layer in self.kept], dim=2).to(torch.bfloat16).cpu()
-        bits = states.view(torch.int16).numpy().view(np.uint16)
+        states, hidden = teacher_features(self.target, input_ids, attention_mask, self.kept)
+        bits = states.to(torch.bfloat16).cpu().view(torch.int16).numpy().view(np.uint16)
         for place, row in enumerate(rows):
             if not self.ready[row]:
                 tokens = self._tokens(row)
                 real = hidden[place, : tokens.stop - tokens.start]
-                best = [self.target.logits(part).argmax(dim=-1) for part in real.split(ARGMAX_CHUNK)]
-                self.states[tokens], self.best[tokens] = bits[place, : len(real)], torch.cat(best).cpu().numpy()
+                self.states[tokens] = bits[place, : len(real)]
+                self.best[tokens] = teacher_argmax(self.target, real).cpu().numpy()
                 self.ready[row] = 1
+
+    @property
+    def _num_tokens(self) -> int:
+        return int(self.offsets[-1])
+
+    def _nbytes(self, num_states: int) -> int:
+        """Size of a full cache: of each token so many hidden states, and its argmax."""
+        return self._num_tokens * (2 * num_states * self.target.config.hidden_size + 4)
 
     def _tokens(self, row: int) -> slice:
         """Where an example's tokens lie."""

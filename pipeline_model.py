@@ -1333,7 +1333,10 @@ class _DistillationKL(torch.autograd.Function):
                 total += ((log_p.sub_(log_q) * p).sum(dim=-1) * inside).sum() * temperature**2
                 grad = log_q.exp_().sub_(p).mul_(inside[:, None] * temperature).to(dtype)
                 draft_grad[rows] = (grad @ weight).to(draft_grad.dtype)
-                weight_grad += grad.T @ hidden
+                if weight_grad.dtype == dtype:  # in one kernel, without a product as large as the lm_head
+                    weight_grad.addmm_(grad.T, hidden)
+                else:
+                    weight_grad += grad.T @ hidden
         ctx.save_for_backward(draft_grad, weight_grad)
         ctx.mark_non_differentiable(counted, agreed)
         return total, counted, agreed
@@ -1357,6 +1360,12 @@ def teacher_features(
         raise ValueError("attention_mask must be right-padded: ones, then zeros")
     hidden, captured = target.forward(input_ids, anchors)
     return torch.stack([captured[b].to(hidden.device) for b in anchors], dim=2), hidden
+
+
+@torch.no_grad()
+def teacher_argmax(target: Target, hidden: Tensor) -> Tensor:
+    """The target's argmax over its whole vocabulary, from h_L [P, H]: [P]. Never holds all positions' logits."""
+    return torch.cat([target.logits(rows).argmax(dim=-1) for rows in hidden.split(LOSS_CHUNK)])
 
 
 def training_loss(

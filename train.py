@@ -157,6 +157,12 @@ def add_data_flags(parser: Parser) -> None:
     data.add_argument(
         "--feature_cache", type=Path, help="folder for the target's hidden states: later epochs skip its pass"
     )
+    data.add_argument(
+        "--feature_cache_layers",
+        type=integers,
+        default=(),
+        help="more layers to keep there than this head reads, for other heads that share the folder: 5,10",
+    )
 
 
 def add_head_flags(parser: Parser) -> None:
@@ -238,6 +244,8 @@ def check_launch(args: argparse.Namespace) -> None:
         for name, value in only_cuda.items():
             if getattr(args, name) == value:
                 raise ValueError(f"--{name} {value} needs a CUDA device, and there is none")
+    if args.feature_cache_layers and args.feature_cache is None:
+        raise ValueError("--feature_cache_layers needs --feature_cache, the folder")
     if args.lr_adamw is not None and args.optimizer != "muon":
         raise ValueError("--lr_adamw belongs to --optimizer muon: set --lr alone")
 
@@ -454,7 +462,8 @@ class Trainer:
             for part in ("train", "val"):
                 rows = getattr(self.data, part)
                 if rows is not None:
-                    caches[part] = FeatureCache(folder / part, self.target, anchors, rows, example_lengths(rows))
+                    lengths, more = example_lengths(rows), self.args.feature_cache_layers
+                    caches[part] = FeatureCache(folder / part, self.target, anchors, rows, lengths, more)
         self.say(f"feature cache: {sum(cache.nbytes for cache in caches.values()) / 1e9:.1f} GB when full, in {folder}")
         return caches
 

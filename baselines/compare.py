@@ -12,7 +12,7 @@ import argparse
 import json
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -25,7 +25,7 @@ from baselines import train_baseline
 from baselines.report import PLOT, Results, plot, report
 from evaluation_files import read_summaries
 from evaluation_methods import METHODS
-from pipeline_model import CHECKPOINT_NAME
+from pipeline_model import CHECKPOINT_NAME, load_target_config
 from script_utils import Parser, atomic_open, run_record, run_script
 
 
@@ -56,6 +56,9 @@ def build_parser() -> Parser:
     training.add_argument("--lr", type=train.POSITIVE, default=1e-3, help="peak learning rate")
     training.add_argument("--warmup_steps", type=train.NATURAL, default=50, help="of linear warm-up")
     training.add_argument("--save_interval", type=train.COUNT, default=100, help="steps between checkpoints")
+    training.add_argument(
+        "--feature_cache", type=Path, help="folder for the target's hidden states: one pass of the target for all"
+    )
     prompts = parser.add_argument_group("evaluation, the same for all")
     prompts.add_argument("--data_dir", type=Path, help="folder of data sets; unset: eval_data")
     prompts.add_argument("--datasets", nargs="+", default=["mt_bench", "gsm8k", "humaneval"], help="folders there")
@@ -117,7 +120,19 @@ def training_commands(args: argparse.Namespace) -> dict[str, Command]:
     for n in args.spd_stages:
         own = ("--num_stages", n, "--num_spec_layers", args.spd_layers)
         commands[f"spd-n{n}"] = command("train.py", train, f"spd-n{n}", *own)
+    if args.feature_cache is not None:
+        layers = ",".join(map(str, layers_read(commands.values(), args.base_model_path)))
+        for each in commands.values():
+            each.flags.extend(["--feature_cache", str(args.feature_cache), "--feature_cache_layers", layers])
     return commands
+
+
+def layers_read(commands: Iterable[Command], base_model_path: str) -> list[int]:
+    """The target's layers whose output some drafter reads."""
+    target, layers = load_target_config(base_model_path), set()
+    for command in commands:
+        layers.update(command.module.head_config(command.arguments, target).anchors)
+    return sorted(layers - {0})
 
 
 def evaluation_commands(args: argparse.Namespace, drafters: Sequence[str]) -> list[Command]:

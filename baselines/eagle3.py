@@ -42,6 +42,7 @@ from pipeline_model import (
     grouped_attention,
     is_linear_attention,
     spec_layer_style,
+    teacher_argmax,
 )
 from timeline import Timeline, stage_row
 
@@ -209,12 +210,18 @@ def unrolled_loss(
     `total / counted` divides every step by the same number, so that all tokens of a step weigh alike.
     """
     supervised = (labels >= 0) & attention_mask.bool()
+    if teacher_best is None:  # found once: the steps ask for the same positions
+        asked = supervised.roll(-1, dims=1)
+        asked[:, -1] = False
+        teacher_best = torch.zeros_like(labels)
+        teacher_best[asked] = teacher_argmax(target, hidden[asked])
     losses = []
     for step, output in enumerate(unrolled_outputs(head, target, features, steps)):
         batch, row = supervised[:, step + 2 :].nonzero(as_tuple=True)
         asked = batch, row + step + 1  # where the target predicts the same token
-        best = None if teacher_best is None else teacher_best[asked]
-        losses.append(distillation_loss(head, target, output[batch, row], hidden[asked], best, temperature))
+        losses.append(
+            distillation_loss(head, target, output[batch, row], hidden[asked], teacher_best[asked], temperature)
+        )
     total = sum(decay**step * loss.total for step, loss in enumerate(losses))
     return losses[0]._replace(total=total)
 

@@ -67,8 +67,9 @@ def settle_flags(args: argparse.Namespace) -> None:
         raise ValueError("--method ppsd needs --num_stages, the n of its pipeline")
 
 
-def drafter_config(args: argparse.Namespace, target: PreTrainedConfig) -> BaselineConfig:
+def head_config(args: argparse.Namespace, target: PreTrainedConfig) -> BaselineConfig:
     """The drafter that the arguments describe. ValueError for one that cannot be."""
+    settle_flags(args)
     raw = {"version": args.method, "trained_with_use_deepest": False, **train.target_entries(args, target)}
     num_layers = target.num_hidden_layers
     if args.method == "eagle3":
@@ -108,10 +109,9 @@ def make_loss(args: argparse.Namespace, config: BaselineConfig, target: Target) 
 def main(args: argparse.Namespace) -> int:
     """Train; returns the exit code of `Trainer.run`. ValueError, in one line, for what the user has to mend."""
     quiet_libraries()
-    settle_flags(args)
     train.check_launch(args)
     target = train.target_config(args)
-    config = drafter_config(args, target)
+    config = head_config(args, target)
     config.check_target(target)
     return train.run_training(args, target, lambda loaded: make_loss(args, config, loaded))
 

@@ -7,6 +7,7 @@ import pytest
 
 from baselines import compare, train_baseline
 from baselines.report import Cell, Results, claims, results_table, verdict
+from pipeline_model import Target
 from tests.test_train import make_tokenizer, write_language
 from tests.tiny import VOCAB, tiny_model
 
@@ -69,6 +70,20 @@ def test_one_command_makes_the_report_and_goes_on_where_it_stopped(files, tmp_pa
     assert (tmp_path / "REPORT.md").read_text() == text
     with pytest.raises(ValueError, match="was trained with --max_steps 2, this comparison has 3: choose another"):
         run(files, tmp_path, "--max_steps", 3)
+
+
+def test_one_pass_of_the_target_serves_all_drafters(files, tmp_path, monkeypatch):
+    """Guards --feature_cache: the first training's pass leaves what the others read, each of them other layers."""
+    flags = ["--work_dir", tmp_path / "runs", "--base_model_path", files / "target"]
+    flags += ["--data_path", files / "data.jsonl", "--draft_vocab_json", files / "draft.json", "--max_length", 64]
+    flags += ["--max_steps", 2, "--warmup_steps", 1, "--spd_stages", 2, 4, "--ppsd_stages", 2, "--num_steps", 3]
+    flags += ["--feature_cache", tmp_path / "cache"]
+    args = compare.build_parser().parse_args(list(map(str, flags)))
+    first, *others = compare.training_commands(args).values()
+    assert first.module.main(first.arguments) == 0
+    monkeypatch.setattr(Target, "forward", lambda *_: pytest.fail("the target ran"))
+    assert len(others) == 3
+    assert [command.module.main(command.arguments) for command in others] == [0, 0, 0]
 
 
 def test_nothing_to_report_is_one_line(files, tmp_path):

@@ -73,6 +73,24 @@ def test_foreign_cache_is_refused(target, rows, tmp_path):
             FeatureCache(tmp_path / "train", other, anchors, data, lengths)
 
 
+def test_heads_that_read_other_layers_share_a_cache(target, rows, tmp_path, monkeypatch):
+    """Guards --feature_cache_layers: what one head's pass left is what another head's own pass gives, in its order of
+    anchors, without a pass; a layer that nobody asked for is refused as before."""
+    ids, mask = padded(rows, [1, 3])
+    chosen = np.array([1, 3])
+    own = FeatureCache(tmp_path / "own", target, (0, 1, 3), rows, LENGTHS).load(chosen, ids, mask)
+    FeatureCache(tmp_path / "shared", target, (0, 2), rows, LENGTHS, (1, 3)).load(chosen, ids, mask)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(target), "forward", lambda *_: pytest.fail("the target ran"))
+        shared = FeatureCache(tmp_path / "shared", target, (0, 1, 3), rows, LENGTHS).load(chosen, ids, mask)
+    torch.testing.assert_close(shared, own, rtol=0, atol=0)
+    with pytest.raises(ValueError, match="made with other hidden states"):
+        FeatureCache(tmp_path / "own", target, (0, 2), rows, LENGTHS)
+    with pytest.raises(ValueError, match=r"--feature_cache_layers has a 5: the target's layers are 1 to 4"):
+        FeatureCache(tmp_path / "new", target, (0, 2), rows, LENGTHS, (1, 5))
+    assert not (tmp_path / "new").exists()
+
+
 def test_full_disk_is_one_line(target, rows, tmp_path, monkeypatch):
     """Guards against a run that dies in the middle because the disk is full."""
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10))

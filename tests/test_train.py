@@ -607,6 +607,7 @@ def test_layers_are_placed_so_that_hidden_states_end_beside_the_head():
         (["--batch_size", "0"], "at least 1"),
         (["--lr", "0"], "above 0"),
         (["--lr_adamw", "1e-3"], "--optimizer muon"),
+        (["--feature_cache_layers", "1,2"], "--feature_cache_layers needs --feature_cache"),
         (["--max_length", "9999"], "positions for 256"),
         (["--val_fraction", "0.7"], "at most 0.5"),
         (["--tracker", "wandb"], "pip install wandb"),

@@ -22,7 +22,7 @@ import numpy as np
 
 from evaluation_data import OFFICIAL_SETS, Sample
 from pipeline_inference import GenerationResult, shared_length
-from script_utils import first_line
+from script_utils import first_line, markdown_table
 
 Row = dict[str, Any]
 Key = tuple[str, str]  # of a sample: data set and question
@@ -463,9 +463,3 @@ def _times(value: float | None) -> str:
 def _with_interval(part: Mapping[str, Any], name: str) -> str:
     bounds = part[f"{name}_ci95"]
     return _decimal(part[name]) + (f" [{bounds[0]:.2f}, {bounds[1]:.2f}]" if bounds else "")
-
-
-def markdown_table(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """A Markdown table of cells."""
-    rows = [heads, ["---"] * len(heads), *lines]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)

@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase
 from chat_format import ChatFormat
 from conversation_data import first_prompt
 from conversation_sources import Counters, SkipRecord, find_sources, read_turns
-from pipeline_inference import load_tokenizer
+from pipeline_inference import Sampling, load_tokenizer
 from pipeline_model import ATTN_IMPLEMENTATIONS, Target
 from script_utils import (
     DTYPES,
@@ -73,10 +73,7 @@ def check(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name} is {value}: give at least 1")
-    if args.temperature < 0:
-        raise ValueError(f"--temperature is {args.temperature}: give 0 (greedy) or more")
-    if args.top_k < 0 or not 0 < args.top_p <= 1:
-        raise ValueError(f"--top_k is {args.top_k}, --top_p is {args.top_p}: give top_k >= 0 and 0 < top_p <= 1")
+    Sampling(args.temperature, args.top_k, args.top_p)  # ValueError for what no sampling can be
     if args.output.suffix != ".jsonl":
         raise ValueError(f"--output is {str(args.output)!r}: name a .jsonl file, which train.py reads")
 

@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -117,3 +117,10 @@ def write_json(path: str | Path, value: Any) -> None:
     text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
     with atomic_open(path) as file:
         file.write(text + "\n")
+
+
+def markdown_table(heads: Iterable[object], lines: Iterable[Iterable[object]]) -> str:
+    """A Markdown table; its cells are whatever `str` makes of them."""
+    heads = list(heads)
+    rows = [heads, ["---"] * len(heads), *lines]
+    return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in rows)

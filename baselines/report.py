@@ -13,8 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from evaluation_methods import METHODS
-from evaluation_metrics import markdown_table
-from script_utils import atomic_open, git_commit
+from script_utils import atomic_open, git_commit, markdown_table
 
 Summary = Mapping[str, Any]  # of one run, as eval.py writes it
 PLOT = Path("docs/comparison.png")  # beside the report

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from distributed_inference.launch import Checked, Lead, RankParser, RankProcess, add_arguments
 from pipeline_inference import Decoder, LocalExecutor, encode_prompt, load_tokenizer, shared_length
 from pipeline_model import Target
-from script_utils import DTYPES, Parser, git_commit, quiet_libraries, resolve_dtype, run_script
+from script_utils import DTYPES, Parser, git_commit, markdown_table, quiet_libraries, resolve_dtype, run_script
 
 CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
 
@@ -156,9 +156,7 @@ def main(args: argparse.Namespace) -> None:
     print(f"machine   {platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, cores {args.cores}")
     print(f"versions  torch {torch.__version__}, commit {git_commit()}")
     print(f"equality  {equal} of {len(prompts)} prompts, {sum(shared)} tokens up to the first difference\n")
-    print("| decoding | tokens/s |\n|---|---|")
-    for name, rate in rates.items():
-        print(f"| {name} | {rate:.2f} |")
+    print(markdown_table(["decoding", "tokens/s"], ((name, f"{rate:.2f}") for name, rate in rates.items())))
     print(
         json.dumps(
             {

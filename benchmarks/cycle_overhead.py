@@ -45,7 +45,7 @@ from distributed_inference.remote import Pipeline, RemoteExecutor
 from distributed_inference.stages import Setup, StageServer
 from pipeline_inference import Decoder, Generation
 from pipeline_model import auto_anchors
-from script_utils import Parser, git_commit, run_script
+from script_utils import Parser, git_commit, markdown_table, run_script
 
 VOCAB = 1000
 TOKEN = 7  # what everybody drafts, and the target confirms
@@ -218,10 +218,7 @@ def main(args: argparse.Namespace) -> None:
     print(f"machine   {platform.machine()}, {len(os.sched_getaffinity(0))} CPUs")
     print(f"versions  torch {torch.__version__}, commit {git_commit()}\n")
     rows = [measure(args, num_stages, lag) for lag in args.verify_lag for num_stages in args.num_stages]
-    names = list(rows[0])
-    print(f"| {' | '.join(names)} |\n|{'---|' * len(names)}")
-    for row in rows:
-        print(f"| {' | '.join(str(row[name]) for name in names)} |")
+    print(markdown_table(rows[0], (row.values() for row in rows)))
     print(json.dumps(rows[0] | {"runs": rows}))
 
 

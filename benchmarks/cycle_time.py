@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.common import head_config, native_bfloat16, new_parser, prepare, print_card
 from pipeline_inference import Decoder, Generation, LocalExecutor, SPDDrafter, load_tokenizer
 from pipeline_model import SpeculationHead, Target, split_layers
-from script_utils import Parser, run_script
+from script_utils import Parser, markdown_table, run_script
 
 PROMPT = "Explain how a pipeline keeps several tokens of one sequence in flight at the same time."
 
@@ -155,7 +155,6 @@ def main(args: argparse.Namespace) -> None:
         "ar_over_hf_generate": seconds["ar_token"] / seconds["hf_token"],
     }
     print_card(args, device)
-    print("| work | median ms |\n|---|---|")
     labels = {
         "ar_step": "autoregressive step, float32",
         "draft": "head forward, float32",
@@ -165,11 +164,9 @@ def main(args: argparse.Namespace) -> None:
         "chain_bf16": "full-pipeline cycle, W = 1, bfloat16",
         "tree4_bf16": "full-pipeline cycle, W = 4, bfloat16",
     }
-    for name, label in labels.items():
-        print(f"| {label} | {seconds[name] * 1e3:.2f} |")
-    print("\n| ratio | value |\n|---|---|")
-    for name, value in ratios.items():
-        print(f"| {name} | {value:.3f} |")
+    times = ((label, f"{seconds[name] * 1e3:.2f}") for name, label in labels.items())
+    print(markdown_table(["work", "median ms"], times) + "\n")
+    print(markdown_table(["ratio", "value"], ((name, f"{value:.3f}") for name, value in ratios.items())))
     milliseconds = {f"{name}_ms": round(value * 1e3, 3) for name, value in seconds.items()}
     rounded = {name: round(value, 4) for name, value in ratios.items()}
     print(json.dumps(rounded | milliseconds | {"native_bf16": native_bfloat16(device), "threads": args.threads}))

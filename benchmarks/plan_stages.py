@@ -57,6 +57,7 @@ from script_utils import (
     Parser,
     atomic_open,
     git_commit,
+    markdown_table,
     quiet_libraries,
     resolve_device,
     resolve_dtype,
@@ -234,14 +235,15 @@ def print_table(rows: Sequence[Row]) -> None:
     replayed = rows[0].replay is not None
     heads = ["n", "devices", "stage_layers", "lm_head", "largest stage ms", "head ms", "cycle ms", "refill ms"]
     heads += ["L_acc", "speed-up"] + (["L_acc replayed", "speed-up replayed"] if replayed else [])
-    print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
+    lines = []
     for row in rows:
         plan = row.plan
         cells = [plan.num_stages, plan.devices, layers_text(plan), plan.placement.lm_head]
         cells += [f"{value:.3f}" for value in (max(plan.stages), plan.head, plan.cycle, plan.refill)]
         cells += [f"{row.accept_length:.2f}", f"{row.speedup:.2f}"]
         cells += [f"{row.replay.accept_length:.2f}", f"{row.replayed_speedup:.2f}"] if replayed else []
-        print(f"| {' | '.join(map(str, cells))} |")
+        lines.append(cells)
+    print(markdown_table(heads, lines))
 
 
 def layers_text(plan: Plan) -> str:

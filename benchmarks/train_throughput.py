@@ -39,7 +39,7 @@ from pipeline_model import (
     teacher_features,
     training_loss,
 )
-from script_utils import DTYPES, Parser, run_script
+from script_utils import DTYPES, Parser, markdown_table, run_script
 
 FORMS = ("plain", "ours", "cached")
 MEMORY_FORMS = ("plain", "ours")
@@ -227,10 +227,12 @@ def report(args: argparse.Namespace, bench: Bench, seconds: dict, losses: dict, 
     rate = {kind: bench.tokens / lasted for kind, lasted in seconds.items()}
     batch = f"{args.batch_size} x {args.length}, {bench.tokens} supervised, autocast {args.autocast}"
     print_card(args, bench.device, batch=batch)
-    print("| draft vocabulary | form | s a step | supervised tokens/s | loss |\n|---|---|---|---|---|")
-    for (form, vocabulary), lasted in seconds.items():
-        kind = form, vocabulary
-        print(f"| {vocabulary} | {form} | {lasted:.2f} | {rate[kind]:.0f} | {losses[kind]:.4f} |")
+    heads = ["draft vocabulary", "form", "s a step", "supervised tokens/s", "loss"]
+    lines = (
+        (vocabulary, form, f"{lasted:.2f}", f"{rate[form, vocabulary]:.0f}", f"{losses[form, vocabulary]:.4f}")
+        for (form, vocabulary), lasted in seconds.items()
+    )
+    print(markdown_table(heads, lines))
     print(f"\npeak memory of a step, 16k: plain {memory['plain'] / 1e6:.0f} MB, ours {memory['ours'] / 1e6:.0f} MB")
     result = {
         "speedup_16k": round(rate["ours", "16k"] / rate["plain", "16k"], 3),

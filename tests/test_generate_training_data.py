@@ -77,9 +77,9 @@ SEEDED = [(0, 0), (1, 0), (0, 1), (1, 1)]
 @pytest.mark.parametrize(
     ("more", "part"),
     [
-        (["--temperature", "-1"], "--temperature is -1.0"),
+        (["--temperature", "-1"], "temperature is -1.0"),
         (["--batch_size", "0"], "--batch_size is 0"),
-        (["--top_p", "0"], "--top_p is 0.0"),
+        (["--top_p", "0"], "top_p is 0.0"),
         (["--output", "own.json"], "name a .jsonl file"),
         (["--data_path", "nowhere.jsonl"], "nowhere.jsonl"),
         (["--max_prompt_tokens", "2"], "no prompt of at most 2 tokens"),

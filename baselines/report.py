@@ -182,7 +182,7 @@ def plot(results: Results, path: Path) -> None:
     for axis, temperature in zip(figure.subplots(1, len(temperatures), squeeze=False)[0], temperatures, strict=True):
         plot_speedups(axis, results.runs(temperature))
         axis.set(title=f"temperature {temperature:g}", xlabel="speed-up over the target alone, 95% intervals")
-    axis.legend(loc="lower right")
+    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=2)
     with atomic_open(path, "wb") as file:
         figure.savefig(file, dpi=120, format="png")
 

@@ -26,7 +26,7 @@ from baselines.report import PLOT, Results, plot, report
 from evaluation_files import read_summaries
 from evaluation_methods import METHODS
 from pipeline_model import CHECKPOINT_NAME, load_target_config
-from script_utils import Parser, atomic_open, run_record, run_script
+from script_utils import Parser, atomic_open, git_commit, run_record, run_script
 
 
 def build_parser() -> Parser:
@@ -201,6 +201,7 @@ def main(args: argparse.Namespace) -> int:
     """Exit code of the first training or evaluation that fails; 0 with the report written."""
     if args.notes is not None and not args.notes.is_file():
         raise ValueError(f"--notes {str(args.notes)!r} is no file")
+    commit = git_commit()  # before anything is written
     trainings = training_commands(args)
     evaluations = evaluation_commands(args, list(trainings))
     if not args.report_only:
@@ -215,7 +216,7 @@ def main(args: argparse.Namespace) -> int:
     )
     notes = "" if args.notes is None else args.notes.read_text(encoding="utf-8")
     with atomic_open(args.output) as file:
-        file.write(report(results, training, notes, list(map(str, (*trainings.values(), *evaluations)))))
+        file.write(report(results, commit, training, notes, list(map(str, (*trainings.values(), *evaluations)))))
     print(f"\n{args.output}")
     return 0
 

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from evaluation_methods import METHODS
-from script_utils import atomic_open, git_commit, markdown_table
+from script_utils import atomic_open, markdown_table
 
 Summary = Mapping[str, Any]  # of one run, as eval.py writes it
 PLOT = Path("docs/comparison.png")  # beside the report
@@ -202,13 +202,13 @@ def plot_speedups(axis: Axes, runs: Sequence[Summary]) -> None:
     axis.margins(x=0.12)
 
 
-def report(results: Results, training: str, notes: str, commands: Sequence[str]) -> str:
+def report(results: Results, commit: str, training: str, notes: str, commands: Sequence[str]) -> str:
     """The whole text; `training` says how much, `notes` is what a person adds, `commands` are what was run."""
     settings = results.summaries[0]["settings"]
     prompts = ", ".join(f"{found['prompts']} of {name}" for name, found in settings["prompts"].items())
     card = (
         f"{settings['target']}, {settings['dtype']}, {settings['device']}; torch {settings['torch']}, transformers "
-        f"{settings['transformers']}; commit {git_commit()}; {datetime.datetime.now(datetime.UTC).date()}. "
+        f"{settings['transformers']}; commit {commit}; {datetime.datetime.now(datetime.UTC).date()}. "
         f"Prompts: {prompts}; at most {settings['max_new_tokens']} new tokens. Training of each drafter: {training}."
     )
     sections = ["# Benchmark results", INTRODUCTION, card]

@@ -211,10 +211,9 @@ def unrolled_loss(
     """
     supervised = (labels >= 0) & attention_mask.bool()
     if teacher_best is None:  # found once: the steps ask for the same positions
-        asked = supervised.roll(-1, dims=1)
-        asked[:, -1] = False
+        predicting = pad(supervised[:, 1:], (0, 1))
         teacher_best = torch.zeros_like(labels)
-        teacher_best[asked] = teacher_argmax(target, hidden[asked])
+        teacher_best[predicting] = teacher_argmax(target, hidden[predicting])
     losses = []
     for step, output in enumerate(unrolled_outputs(head, target, features, steps)):
         batch, row = supervised[:, step + 2 :].nonzero(as_tuple=True)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 SCHEDULES: dict[str, Callable[[float], float]] = {  # factor of the learning rate; 0 -> 1 from warm-up to the end
@@ -52,18 +53,42 @@ class Float32Muon(torch.optim.Muon):
     """`torch.optim.Muon` (Nesterov, learning rate matched to AdamW's) that computes in float32, for CPUs.
 
     The library's runs its matrix products in bfloat16, for which most CPUs have no kernels: there it is far slower.
+    Processes that train together have the same gradients; each orthogonalises some of the matrices and sends them to
+    the others.
     """
 
     @torch.no_grad()
     def step(self) -> None:
         for group in self.param_groups:
-            lr, beta = group["lr"], group["momentum"]
-            for weight in (weight for weight in group["params"] if weight.grad is not None):
-                momentum = self.state[weight].setdefault("momentum_buffer", torch.zeros_like(weight))
-                momentum.lerp_(weight.grad, 1 - beta)
-                update = orthogonalise(weight.grad.lerp(momentum, beta), group["ns_coefficients"], group["ns_steps"])
-                weight.mul_(1 - lr * group["weight_decay"])
-                weight.add_(update, alpha=-lr * 0.2 * math.sqrt(max(weight.shape)))
+            used = [weight for weight in group["params"] if weight.grad is not None]
+            updates = [self._momentum(weight, group["momentum"]) for weight in used]
+            orthogonalise_all(updates, group["ns_coefficients"], group["ns_steps"])
+            for weight, update in zip(used, updates, strict=True):
+                weight.mul_(1 - group["lr"] * group["weight_decay"])
+                weight.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(weight.shape)))
+
+    def _momentum(self, weight: Tensor, beta: float) -> Tensor:
+        """Takes the gradient in; returns what to orthogonalise."""
+        momentum = self.state[weight].setdefault("momentum_buffer", torch.zeros_like(weight))
+        momentum.lerp_(weight.grad, 1 - beta)
+        return weight.grad.lerp(momentum, beta)
+
+
+def orthogonalise_all(matrices: list[Tensor], coefficients: tuple[float, float, float], steps: int) -> None:
+    """`orthogonalise` each matrix in place; with several processes each does a share, and all get all."""
+    rank, processes = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    load = [0] * processes  # the longest first, each to whoever has least: products of the small side, s^2 (s + l)
+    works = [min(matrix.shape) ** 2 * sum(matrix.shape) for matrix in matrices]
+    owners = [0] * len(matrices)
+    for index in sorted(range(len(matrices)), key=works.__getitem__, reverse=True):
+        owners[index] = load.index(min(load))
+        load[owners[index]] += works[index]
+    for matrix, owner in zip(matrices, owners, strict=True):
+        if owner == rank:
+            matrix.copy_(orthogonalise(matrix, coefficients, steps))
+    if processes > 1:
+        for matrix, owner in zip(matrices, owners, strict=True):
+            dist.broadcast(matrix, src=owner)
 
 
 def orthogonalise(matrix: Tensor, coefficients: tuple[float, float, float], steps: int) -> Tensor:

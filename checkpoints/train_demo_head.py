@@ -20,7 +20,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Sequence
-from itertools import islice
+from itertools import accumulate, islice, pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -47,9 +47,10 @@ class Run(NamedTuple):
     """One training run."""
 
     data: tuple[str, ...]  # names of files in the work folder, without their ending
-    steps: int  # of 4 examples
+    steps: int
     schedule: str
     lr_adamw: float  # of lm_head and norms; matrices are Muon's, at 4e-3
+    examples: int = 4  # a step
 
 
 RUNS = (
@@ -58,17 +59,20 @@ RUNS = (
     Run(("conversations_2",), 121, "constant", 2e-3),
     Run(("answers_2",), 280, "constant", 1e-3),
     Run(("answers_3", "prompted_2"), 420, "linear", 1e-3),
+    Run(("answers_4", "prompted_3"), 495, "linear", 1e-3, examples=8),
 )
-CONVERSATIONS = {"conversations_1": 900, "conversations_2": 500}  # drawn from ShareGPT, without repetition
+CONVERSATIONS = {"conversations_1": 900, "conversations_2": 500}  # of ShareGPT, whole
 # Greedy answers: to first prompts of ShareGPT, and to prompts by make_prompts.py, so many of each kind.
 ANSWERS = {
     "answers_1": {"max_prompts": 432, "max_prompt_tokens": 160, "max_new_tokens": 128, "seed": 0},
     "answers_2": {"max_prompts": 1152, "max_prompt_tokens": 96, "max_new_tokens": 160, "seed": 7},
     "answers_3": {"max_prompts": 512, "max_prompt_tokens": 96, "max_new_tokens": 160, "seed": 8},
+    "answers_4": {"max_prompts": 2592, "max_prompt_tokens": 96, "max_new_tokens": 160, "seed": 21},
 }
 PROMPTED = {
-    "prompted_1": (408, {"max_prompt_tokens": 200, "max_new_tokens": 128, "seed": 0}),
-    "prompted_2": (528, {"max_prompt_tokens": 160, "max_new_tokens": 160, "seed": 5}),
+    "prompted_1": (272, {"max_prompt_tokens": 200, "max_new_tokens": 128, "seed": 0}),
+    "prompted_2": (352, {"max_prompt_tokens": 160, "max_new_tokens": 160, "seed": 5}),
+    "prompted_3": (512, {"max_prompt_tokens": 160, "max_new_tokens": 160, "seed": 9}),
 }
 
 
@@ -96,17 +100,33 @@ def fetch_sharegpt(work: Path) -> Path:
     return found[0]
 
 
-def sample_conversations(source: Path, work: Path) -> None:
-    """The files of `CONVERSATIONS`: conversations with an answer, drawn from all."""
-    if all((work / f"{name}.jsonl").exists() for name in CONVERSATIONS):
-        return
+def deal_conversations(source: Path, work: Path) -> None:
+    """ShareGPT dealt to the files of `CONVERSATIONS`, and the prompts of the rest, by size, to those of `ANSWERS`.
+
+    No conversation is in two files.
+    """
     (reader,) = find_sources([str(source)])
     records = [turns for _, turns in read_turns(reader, Counters()) if turns and len(turns) >= 2]
     random.Random(1).shuffle(records)
     left = iter(records)
     for name, count in CONVERSATIONS.items():
-        with atomic_open(work / f"{name}.jsonl") as file:
-            file.writelines(json.dumps({"conversations": turns}) + "\n" for turns in islice(left, count))
+        write_conversations(work / f"{name}.jsonl", list(islice(left, count)))
+    rest = [turns[:2] for turns in left]  # a first prompt and its answer
+    sizes = list(accumulate(flags["max_prompts"] for flags in ANSWERS.values()))
+    bounds = [0, *(len(rest) * size // sizes[-1] for size in sizes)]
+    for name, (begin, end) in zip(ANSWERS, pairwise(bounds), strict=True):
+        write_conversations(prompts_of(work, name), rest[begin:end])
+
+
+def write_conversations(path: Path, conversations: Sequence[list]) -> None:
+    if not path.exists():
+        with atomic_open(path) as file:
+            file.writelines(json.dumps({"conversations": turns}) + "\n" for turns in conversations)
+
+
+def prompts_of(work: Path, name: str) -> Path:
+    """The prompts that a file of answers is written from."""
+    return work / f"{name}_prompts.jsonl"
 
 
 def call(script: ModuleType, **flags: object) -> None:
@@ -120,21 +140,20 @@ def call(script: ModuleType, **flags: object) -> None:
         raise ValueError(f"{script.__name__} ended with exit code {code}: start this script again to go on")
 
 
-def answers(args: argparse.Namespace, source: Path, name: str, **flags: object) -> None:
-    """The target's greedy answers to a file's prompts; what is missing is written."""
-    shared = {"model_name": args.base_model_path, "data_path": source, "output": args.work_dir / f"{name}.jsonl"}
-    call(generate_training_data, **shared, batch_size=64, **flags)
-
-
-def write_answers(args: argparse.Namespace, sharegpt: Path) -> None:
-    """The files of `ANSWERS` and `PROMPTED`."""
-    for name, flags in ANSWERS.items():
-        answers(args, sharegpt, name, **flags)
+def write_answers(args: argparse.Namespace) -> None:
+    """The target's greedy answers, the files of `ANSWERS` and `PROMPTED`; what is missing is written."""
     for name, (count, flags) in PROMPTED.items():
-        prompts = args.work_dir / f"{name}_prompts.jsonl"
-        if not prompts.exists():
-            call(make_prompts, output=prompts, count=count, seed=flags["seed"])
-        answers(args, prompts, name, **flags)
+        if not prompts_of(args.work_dir, name).exists():
+            call(make_prompts, output=prompts_of(args.work_dir, name), count=count, seed=flags["seed"])
+    for name, flags in {**ANSWERS, **{name: flags for name, (_, flags) in PROMPTED.items()}}.items():
+        call(
+            generate_training_data,
+            model_name=args.base_model_path,
+            data_path=prompts_of(args.work_dir, name),
+            output=args.work_dir / f"{name}.jsonl",
+            batch_size=64,
+            **flags,
+        )
 
 
 def training(args: argparse.Namespace, number: int, run: Run, start: Path | None) -> Path:
@@ -152,7 +171,7 @@ def training(args: argparse.Namespace, number: int, run: Run, start: Path | None
             aggr_feature_bound=ANCHORS,
             fill_alpha=0.5,
             max_length=264,
-            batch_size=4,
+            batch_size=run.examples,
             gradient_accumulation_steps=1,
             optimizer="muon",
             lr=4e-3,
@@ -209,9 +228,8 @@ def main(args: argparse.Namespace) -> None:
     quiet_libraries()
     work = args.work_dir
     work.mkdir(parents=True, exist_ok=True)
-    sharegpt = fetch_sharegpt(work)
-    sample_conversations(sharegpt, work)
-    write_answers(args, sharegpt)
+    deal_conversations(fetch_sharegpt(work), work)
+    write_answers(args)
     folders: list[Path] = []
     for number, run in enumerate(RUNS, start=1):
         folders.append(training(args, number, run, folders[-1] if folders else None))

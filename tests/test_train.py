@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, set_seed
@@ -20,7 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, set_seed
 import pipeline_inference
 import train
 from conversation_data import PadCollator, load_conversations
-from optimizers import Float32Muon, build_optimizers, lr_factor
+from optimizers import Float32Muon, build_optimizers, lr_factor, orthogonalise, orthogonalise_all
 from pipeline_model import CHECKPOINT_NAME, Target, load_head, read_checkpoint
 from tests.tiny import FAMILIES, VOCAB, spd_decoder, tiny_head, tiny_model, tiny_target
 from training_state import (
@@ -567,6 +568,31 @@ def test_float32_muon_is_muon(shape):
         ends.append(weight.detach())
     moved = (ends[0] - start).norm()
     assert (ends[0] - ends[1]).norm() < 0.02 * moved
+
+
+def test_processes_share_muons_products(monkeypatch):
+    """Guards the shares: every matrix is orthogonalised by one process and comes from there, none has nearly all."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(48, 16), (16, 48), (16, 16), (16, 16), (8, 16), (8, 16), (24, 16)]
+    matrices = [torch.randn(shape, generator=generator) for shape in shapes]
+    expected = [orthogonalise(matrix, (3.4445, -4.775, 2.0315), 5) for matrix in matrices]
+    senders = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    for rank in range(2):
+        sources = []
+        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+        monkeypatch.setattr(dist, "broadcast", lambda matrix, src, sources=sources: sources.append(src))
+        updates = [matrix.clone() for matrix in matrices]
+        orthogonalise_all(updates, (3.4445, -4.775, 2.0315), 5)
+        for update, matrix, whole, source in zip(updates, matrices, expected, sources, strict=True):
+            assert torch.equal(update, whole if source == rank else matrix)
+        senders.append(sources)
+    assert senders[0] == senders[1]
+    work = [0, 0]
+    for shape, owner in zip(shapes, senders[0], strict=True):
+        work[owner] += min(shape) ** 2 * sum(shape)
+    assert max(work) < 0.6 * sum(work)
 
 
 def test_layers_are_placed_so_that_hidden_states_end_beside_the_head():

@@ -77,8 +77,8 @@ class Float32Muon(torch.optim.Muon):
 def orthogonalise_all(matrices: list[Tensor], coefficients: tuple[float, float, float], steps: int) -> None:
     """`orthogonalise` each matrix in place; with several processes each does a share, and all get all."""
     rank, processes = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    load = [0] * processes  # the longest first, each to whoever has least: products of the small side, s^2 (s + l)
-    works = [min(matrix.shape) ** 2 * sum(matrix.shape) for matrix in matrices]
+    works = [min(matrix.shape) ** 2 * sum(matrix.shape) for matrix in matrices]  # products of the small side's size
+    load = [0] * processes  # each matrix goes to whoever has least, the costliest first
     owners = [0] * len(matrices)
     for index in sorted(range(len(matrices)), key=works.__getitem__, reverse=True):
         owners[index] = load.index(min(load))

@@ -210,7 +210,7 @@ def plot_runs(folders: Sequence[Path], output: Path) -> None:
             axes.plot(place, full[0]["agreement"], "o", color="tab:red", label="held out, n = 6, all in flight")
         begin += records[-1]["supervised_tokens"]
     one_each = {line.get_label(): line for line in axes.get_lines()}
-    axes.legend(handles=list(one_each.values()))
+    axes.legend(handles=list(one_each.values()), loc="lower right")
     axes.set(xlabel="supervised tokens", ylabel="agreement with the target")
     axes.grid(alpha=0.3)
     with atomic_open(output, "wb") as file:

@@ -105,6 +105,9 @@ def deal_conversations(source: Path, work: Path) -> None:
 
     No conversation is in two files.
     """
+    files = [work / f"{name}.jsonl" for name in CONVERSATIONS] + [prompts_of(work, name) for name in ANSWERS]
+    if all(path.exists() for path in files):
+        return
     (reader,) = find_sources([str(source)])
     records = [turns for _, turns in read_turns(reader, Counters()) if turns and len(turns) >= 2]
     random.Random(1).shuffle(records)

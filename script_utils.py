@@ -33,12 +33,19 @@ class Parser(argparse.ArgumentParser):
 
 
 def run_script(main: Callable[[argparse.Namespace], int | None], parser: Parser) -> NoReturn:
-    """Parse, run, exit. A ValueError is the user's to mend: one line, exit code 2. Ctrl-C: exit code 130."""
+    """Parse, run, exit. A ValueError, or a path of no use, is the user's to mend: one line, exit code 2.
+
+    Ctrl-C: exit code 130.
+    """
     args = parser.parse_args()
     try:
         sys.exit(main(args))
     except ValueError as error:
         parser.error(" ".join(str(error).split()))
+    except (PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError) as error:
+        if error.filename is None:  # not about a path: a defect
+            raise
+        parser.error(f"{error.filename}: {error.strerror}; give another path")
     except KeyboardInterrupt:
         parser.exit(130, f"\n{parser.prog}: interrupted\n")
 

@@ -16,7 +16,7 @@ import pipeline_inference
 import timeline
 from pipeline_inference import Demo, Verdict, build_parser, main, text_runs
 from pipeline_model import CHECKPOINT_NAME, Target, load_head, save_head
-from script_utils import atomic_open, first_line, run_script
+from script_utils import Parser, atomic_open, first_line, run_script
 from tests.tiny import CHAT_TEMPLATE, hf_greedy, save_target, spd_decoder, tiny_head, tiny_target
 from timeline import DRAFT, VERIFY, Span, Timeline, stage_row, write_trace
 
@@ -400,6 +400,40 @@ def test_just_fitting_generation_runs(files, capsys):
     code, out = run(capsys, files, "--max_new_tokens", "253", head=False)
     assert code == 0
     assert STANDARD.search(out)[1] == "253"
+
+
+@pytest.mark.parametrize(
+    ("use", "reason"),
+    [
+        (lambda folder, file: (file / "below").mkdir(parents=True), "Not a directory"),
+        (lambda folder, file: file.mkdir(exist_ok=True), "File exists"),
+        (lambda folder, file: folder.open("w"), "Is a directory"),
+    ],
+    ids=["below a file", "over a file", "folder as file"],
+)
+def test_paths_of_no_use_are_refused_in_one_line(tmp_path, capsys, monkeypatch, use, reason):
+    """Guards every script against a traceback for an output that cannot be made where it was asked for."""
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setattr(sys, "argv", ["script.py"])
+    with pytest.raises(SystemExit) as caught:
+        run_script(lambda args: use(tmp_path, file), Parser(prog="script.py"))
+    assert caught.value.code == 2
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1
+    assert f"{tmp_path}" in message
+    assert reason in message
+
+
+def test_operating_system_errors_that_are_no_path_stay_tracebacks(monkeypatch):
+    """Guards against a defect that is shown as a mistake of the user."""
+
+    def defect(args):
+        raise PermissionError("not about a file")
+
+    monkeypatch.setattr(sys, "argv", ["script.py"])
+    with pytest.raises(PermissionError):
+        run_script(defect, Parser(prog="script.py"))
 
 
 def test_exit_code_of_the_real_process(files):

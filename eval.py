@@ -19,6 +19,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from evaluation_data import digest_prompts
 from evaluation_files import RowLog, read_summaries, table_path
 from evaluation_methods import METHODS
 from evaluation_metrics import Key, Row, is_whole, markdown, results_line, row_key, summarise
@@ -120,7 +121,9 @@ class Evaluation:
             baseline = self.baseline(planned, title) if self.args.baseline else {}
             tasks = [Task(planned.run, sample, baseline.get(sample.key)) for sample in self.plan.samples]
             rows = self.collect(title, planned.files.rows, planned.settings, tasks)
-            summary = summarise(rows.values(), planned.settings, planned.run.costs, planned.run.num_devices)
+            # A resumed run may have other prompts than the rows in its file: they are the summary's, not the rows'.
+            settings = dict(planned.settings) | {"prompts": digest_prompts(self.plan.samples)}
+            summary = summarise(rows.values(), settings, planned.run.costs, planned.run.num_devices)
             write_json(planned.files.summary, summary)
             plot_summary(summary, planned.files.plots)
             with atomic_open(table_path(self.args.output_dir)) as file:

@@ -147,7 +147,7 @@ def encode_questions(
     return samples
 
 
-def digest(samples: Sequence[Sample]) -> dict[str, dict[str, Any]]:
+def digest_prompts(samples: Sequence[Sample]) -> dict[str, dict[str, Any]]:
     """Count and SHA-256 of the prompts of each data set: equal exactly when every prompt id is."""
     digests = {}
     for name in dict.fromkeys(sample.dataset for sample in samples):

@@ -17,7 +17,7 @@ import transformers
 from transformers import PreTrainedTokenizerBase
 
 from baselines.prompt_lookup import check_prompt_lookup
-from evaluation_data import Sample, choose_data_sets, digest, encode_questions, read_questions
+from evaluation_data import Sample, choose_data_sets, encode_questions, read_questions
 from evaluation_files import (
     RowLog,
     RunFiles,
@@ -239,7 +239,6 @@ class Planner:
             "draft_chain": chain,
             "use_deepest": run.use_deepest,
             "baseline": args.baseline,
-            "prompts": digest(self.samples),
         }
         kind = [] if args.method == "spd" else [args.method]
         axes = "_".join([*kind, *run.axes.values(), f"T{number_name(temperature)}"])

@@ -410,19 +410,41 @@ def test_resume_with_other_settings_is_refused(files, tmp_path, capsys, monkeypa
         (["--dtype", "bfloat16"], "has dtype float32, this run bfloat16"),
         (["--no_chat_template"], "has chat_template True, this run False"),
         (["--no-baseline"], "has baseline True, this run False"),
-        (["--prompts_per_dataset", "1"], "has prompts "),
     ]:
         message = refusal(files, output, capsys, monkeypatch, "--resume", *flags)
         assert complaint in message
         assert message.endswith("resume with the same settings, or choose another --output_dir\n")
-    question = files / "data" / "first" / "question.jsonl"
-    question.write_text(question.read_text().replace("w17", "w18"))
-    assert "has prompts " in refusal(files, output, capsys, monkeypatch, "--resume")
     save_head(tiny_head(tiny_target("llama"), (2, 2), num_spec_layers=1), files / "head" / CHECKPOINT_NAME)
     assert "has head_sha256 " in refusal(files, output, capsys, monkeypatch, "--resume")
     save_target(files / "target", seed=1)
     assert "has target_fingerprint " in refusal(files, output, capsys, monkeypatch, "--resume")
     assert {path: path.read_bytes() for path in output.rglob("*") if path.is_file()} == before
+
+
+def test_resume_with_other_prompts_runs_what_is_new(files, tmp_path, decoded, ticking, no_plots):
+    """Guards against a run that has to begin again for more prompts, and against rows of prompts that have changed."""
+    shutil.copytree(files, tmp_path / "files")
+    files, output, alone = tmp_path / "files", tmp_path / "output", ["--no-baseline", "--resume"]
+
+    def new_prompts(*flags):
+        """How many prompts a resumed run decodes, without the one that warms it up."""
+        decoded.clear()
+        assert evaluate(files, output, *alone, *flags) == 0
+        return max(0, len(decoded) - 1)
+
+    assert new_prompts("--prompts_per_dataset", "1", "--datasets", "first") == 1
+    assert new_prompts("--prompts_per_dataset", "2") == 3
+    assert new_prompts() == 1
+    assert evaluate(files, tmp_path / "whole", "--no-baseline") == 0
+    assert summary_of(output) == summary_of(tmp_path / "whole")
+    assert new_prompts("--prompts_per_dataset", "1") == 0
+    assert summary_of(output)["overall"]["samples"] == 2
+
+    question = files / "data" / "first" / "question.jsonl"
+    question.write_text(question.read_text().replace("w17", "w18"))
+    assert new_prompts() == 1
+    evaluate(files, tmp_path / "changed", "--no-baseline")
+    assert summary_of(output) == summary_of(tmp_path / "changed")
 
 
 def test_resume_needs_the_settings_file_and_whole_rows(files, tmp_path, capsys, monkeypatch):

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from benchmarks import cycle_time, train_throughput
+from benchmarks import cycle_time, muon_step, train_throughput
 from pipeline_inference import SPDDrafter
 from pipeline_model import SpeculationHead
 from tests.tiny import CHAT_TEMPLATE, save_target
@@ -123,3 +123,14 @@ def test_flags_that_cannot_be_are_refused(folder, flag, value, message):
     """Guards against a traceback, or a division by zero after minutes of measuring."""
     with pytest.raises(ValueError, match=re.escape(message)):
         cycle_time.main(cycle_time.build_parser().parse_args(flags(folder, flag, value)))
+
+
+def test_muon_step_times_all_three_kinds(folder, capsys):
+    """Guards against a ratio of other numbers than those shown, and against processes that wait for each other."""
+    muon_step.main(muon_step.build_parser().parse_args(flags(folder, "--processes", "2", "--rounds", "2")))
+    out = capsys.readouterr().out
+    result = json.loads(out.splitlines()[-1])
+    shown = {cells[0]: float(cells[1]) for cells in rows(out)[2:]}
+    assert shown == {name: pytest.approx(result[f"{name}_ms"], abs=0.06) for name in ("library", "alone", "shared")}
+    assert result["shared_over_alone"] == pytest.approx(result["shared_ms"] / result["alone_ms"], rel=0.01)
+    assert result["alone_over_library"] == pytest.approx(result["alone_ms"] / result["library_ms"], rel=0.01)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 import torch
+from huggingface_hub.utils import logging as hub_logging
 from transformers.utils import logging
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -51,8 +52,9 @@ def run_script(main: Callable[[argparse.Namespace], int | None], parser: Parser)
 
 
 def quiet_libraries() -> None:
-    """Errors only from transformers; its loading bars only where somebody watches."""
+    """Errors only from transformers and the hub; loading bars only where somebody watches."""
     logging.set_verbosity_error()
+    hub_logging.set_verbosity_error()
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
 

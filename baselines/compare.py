@@ -26,7 +26,7 @@ from baselines.report import PLOT, Results, plot, report
 from evaluation_files import read_summaries
 from evaluation_methods import METHODS
 from pipeline_model import CHECKPOINT_NAME, load_target_config
-from script_utils import Parser, atomic_open, git_commit, run_record, run_script
+from script_utils import Parser, atomic_open, git_commit, quiet_libraries, run_record, run_script
 
 
 def build_parser() -> Parser:
@@ -199,6 +199,7 @@ def read_results(args: argparse.Namespace, trainings: Mapping[str, Command]) -> 
 
 def main(args: argparse.Namespace) -> int:
     """Exit code of the first training or evaluation that fails; 0 with the report written."""
+    quiet_libraries()
     if args.notes is not None and not args.notes.is_file():
         raise ValueError(f"--notes {str(args.notes)!r} is no file")
     commit = git_commit()  # before anything is written

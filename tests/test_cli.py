@@ -1,6 +1,7 @@
 """The command line, its output, its trace and its errors; and the timeline that both stand on."""
 
 import json
+import logging
 import re
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import pipeline_inference
 import timeline
 from pipeline_inference import Demo, Verdict, build_parser, main, text_runs
 from pipeline_model import CHECKPOINT_NAME, Target, load_head, save_head
-from script_utils import Parser, atomic_open, first_line, run_script
+from script_utils import Parser, atomic_open, first_line, quiet_libraries, run_script
 from tests.tiny import CHAT_TEMPLATE, hf_greedy, save_target, spd_decoder, tiny_head, tiny_target
 from timeline import DRAFT, VERIFY, Span, Timeline, stage_row, write_trace
 
@@ -434,6 +435,14 @@ def test_operating_system_errors_that_are_no_path_stay_tracebacks(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["script.py"])
     with pytest.raises(PermissionError):
         run_script(defect, Parser(prog="script.py"))
+
+
+def test_the_hub_does_not_speak_of_its_retries():
+    """Guards the one line about a model that cannot be found: the hub warns ten times before it gives up."""
+    hub = logging.getLogger("huggingface_hub")
+    hub.setLevel(logging.WARNING)
+    quiet_libraries()
+    assert not logging.getLogger("huggingface_hub.utils._http").isEnabledFor(logging.WARNING)
 
 
 def test_exit_code_of_the_real_process(files):

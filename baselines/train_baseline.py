@@ -55,21 +55,21 @@ def build_parser() -> Parser:
     return parser
 
 
-def settle_flags(args: argparse.Namespace) -> None:
-    """Fill in the method's own defaults. ValueError for a flag of the other method, or a missing one."""
+def with_defaults(args: argparse.Namespace) -> argparse.Namespace:
+    """The arguments with the method's own defaults. ValueError for a flag of the other method, or a missing one."""
     for method, defaults in DEFAULTS.items():
-        for name, default in defaults.items():
-            if getattr(args, name) is None:
-                setattr(args, name, default)
-            elif method != args.method:
+        for name in defaults:
+            if method != args.method and getattr(args, name) is not None:
                 raise ValueError(f"--{name} belongs to --method {method}: leave it out with {args.method}")
     if args.method == "ppsd" and args.num_stages is None:
         raise ValueError("--method ppsd needs --num_stages, the n of its pipeline")
+    missing = {name: default for name, default in DEFAULTS[args.method].items() if getattr(args, name) is None}
+    return argparse.Namespace(**vars(args) | missing)
 
 
 def head_config(args: argparse.Namespace, target: PreTrainedConfig) -> BaselineConfig:
     """The drafter that the arguments describe. ValueError for one that cannot be."""
-    settle_flags(args)
+    args = with_defaults(args)
     raw = {"version": args.method, "trained_with_use_deepest": False, **train.target_entries(args, target)}
     num_layers = target.num_hidden_layers
     if args.method == "eagle3":
@@ -110,6 +110,7 @@ def main(args: argparse.Namespace) -> int:
     """Train; returns the exit code of `Trainer.run`. ValueError, in one line, for what the user has to mend."""
     quiet_libraries()
     train.check_launch(args)
+    args = with_defaults(args)
     target = train.target_config(args)
     config = head_config(args, target)
     config.check_target(target)

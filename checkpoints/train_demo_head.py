@@ -49,7 +49,8 @@ class Run(NamedTuple):
     data: tuple[str, ...]  # names of files in the work folder, without their ending
     steps: int
     schedule: str
-    lr_adamw: float  # of lm_head and norms; matrices are Muon's, at 4e-3
+    lr_adamw: float  # of lm_head and norms
+    lr: float = 4e-3  # of matrices, by Muon
     examples: int = 4  # a step
 
 
@@ -60,6 +61,7 @@ RUNS = (
     Run(("answers_2",), 280, "constant", 1e-3),
     Run(("answers_3", "prompted_2"), 420, "linear", 1e-3),
     Run(("answers_4", "prompted_3"), 495, "linear", 1e-3, examples=8),
+    Run(("answers_5", "answers_6", "prompted_4"), 450, "linear", 1e-3, lr=3e-3, examples=8),
 )
 CONVERSATIONS = {"conversations_1": 900, "conversations_2": 500}  # of ShareGPT, whole
 # Greedy answers: to first prompts of ShareGPT, and to prompts by make_prompts.py, so many of each kind.
@@ -68,11 +70,14 @@ ANSWERS = {
     "answers_2": {"max_prompts": 1152, "max_prompt_tokens": 96, "max_new_tokens": 160, "seed": 7},
     "answers_3": {"max_prompts": 512, "max_prompt_tokens": 96, "max_new_tokens": 160, "seed": 8},
     "answers_4": {"max_prompts": 2592, "max_prompt_tokens": 96, "max_new_tokens": 160, "seed": 21},
+    "answers_5": {"max_prompts": 1408, "max_prompt_tokens": 96, "max_new_tokens": 160, "seed": 22},
+    "answers_6": {"max_prompts": 1152, "max_prompt_tokens": 128, "max_new_tokens": 160, "seed": 23},
 }
 PROMPTED = {
     "prompted_1": (272, {"max_prompt_tokens": 200, "max_new_tokens": 128, "seed": 0}),
     "prompted_2": (352, {"max_prompt_tokens": 160, "max_new_tokens": 160, "seed": 5}),
     "prompted_3": (512, {"max_prompt_tokens": 160, "max_new_tokens": 160, "seed": 9}),
+    "prompted_4": (416, {"max_prompt_tokens": 160, "max_new_tokens": 160, "seed": 10}),
 }
 
 
@@ -177,7 +182,7 @@ def training(args: argparse.Namespace, number: int, run: Run, start: Path | None
             batch_size=run.examples,
             gradient_accumulation_steps=1,
             optimizer="muon",
-            lr=4e-3,
+            lr=run.lr,
             lr_adamw=run.lr_adamw,
             lr_scheduler=run.schedule,
             warmup_steps=5,

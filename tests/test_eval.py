@@ -153,7 +153,8 @@ def test_files_rows_and_summary_of_a_run(files, tmp_path, capsys):
     assert summary["overall"]["equal_to_baseline"] == 5
     assert set(summary["datasets"]) == {"first", "second"}
     record = json.loads((tmp_path / "raw" / f"{name}__run.json").read_text())
-    assert record["settings"] == summary["settings"]
+    rows_settings = {name: value for name, value in summary["settings"].items() if name != "prompts"}
+    assert record["settings"] == rows_settings
     assert record["arguments"]["max_new_tokens"] == 8
     assert {"commit", "versions"} <= set(record)
     assert (summary["settings"]["chat_template"], summary["settings"]["dtype"]) == (True, "float32")

@@ -12,7 +12,7 @@ from pathlib import Path
 import datasets
 import pytest
 
-from evaluation_data import Question, choose_data_sets, digest, encode_questions, read_questions
+from evaluation_data import Question, choose_data_sets, digest_prompts, encode_questions, read_questions
 from script_utils import run_script
 
 REPOSITORY = Path(__file__).parents[1]
@@ -144,7 +144,7 @@ def test_digest_changes_with_any_prompt():
 
     def digest_of(*prompts):
         questions = [Question("mine", index, "chat", prompt, index) for index, prompt in enumerate(prompts)]
-        return digest(encode_questions(questions, WordTokenizer(), **settings))
+        return digest_prompts(encode_questions(questions, WordTokenizer(), **settings))
 
     assert digest_of("a b", "c") == digest_of("d e", "f")  # the same ids
     assert digest_of("a b", "c")["mine"]["prompts"] == 2

@@ -52,13 +52,12 @@ def muon_shapes(args: argparse.Namespace, target: Target) -> Shapes:
 
 def time_steps(rank: int, port: int, args: argparse.Namespace, shapes: Shapes, result: Path) -> None:
     """Body of a process; the first one writes the seconds of each kind of step."""
-    processes = args.processes
-    torch.set_num_threads(max(1, args.threads // processes))
-    store = dist.TCPStore("127.0.0.1", port, processes)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=processes)
+    torch.set_num_threads(max(1, args.threads // args.processes))
+    store = dist.TCPStore("127.0.0.1", port, args.processes)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=args.processes)
     weights = [nn.Parameter(torch.randn(shape)) for shape in shapes]
     settings = {"lr": 1e-3, "adjust_lr_fn": "match_rms_adamw"}
-    ours, library = Float32Muon(weights, **settings), torch.optim.Muon(weights, **settings)
+    ours = Float32Muon(weights, **settings)
 
     def unshared() -> AbstractContextManager:
         return patch.object(dist, "is_initialized", return_value=False)
@@ -68,7 +67,7 @@ def time_steps(rank: int, port: int, args: argparse.Namespace, shapes: Shapes, r
         "shared": (ours, nullcontext),
     }
     if args.library:
-        kinds["library"] = (library, nullcontext)
+        kinds["library"] = (torch.optim.Muon(weights, **settings), nullcontext)
     seconds: dict[str, list[float]] = {name: [] for name in kinds}
     for number in range(args.rounds + 1):  # the first is a warm-up
         for name, (optimizer, setting) in kinds.items():

@@ -20,7 +20,7 @@ from typing import Any
 from tqdm import tqdm
 
 from evaluation_data import digest_prompts
-from evaluation_files import RowLog, read_summaries, table_path
+from evaluation_files import RowLog, read_summaries
 from evaluation_methods import METHODS
 from evaluation_metrics import Key, Row, is_whole, markdown, results_line, row_key, summarise
 from evaluation_plan import Plan, PlannedRun, Planner
@@ -126,11 +126,11 @@ class Evaluation:
             summary = summarise(rows.values(), settings, planned.run.costs, planned.run.num_devices)
             write_json(planned.files.summary, summary)
             plot_summary(summary, planned.files.plots)
-            with atomic_open(table_path(self.args.output_dir)) as file:
-                file.write(markdown(read_summaries(self.args.output_dir)))
+            with atomic_open(planned.files.table) as file:
+                file.write(markdown(read_summaries(self.args.output_dir, planned.files.prefix)))
             print(f"[{title}] {results_line(summary)}\n    {planned.files.summary}")
             failed += len(summary["failed"]) + len(summary["baseline_failed"])
-        print(f"\nTable: {table_path(self.args.output_dir)}")
+        print(f"\nTable: {self.plan.runs[0].files.table}")
         return failed
 
     def baseline(self, planned: PlannedRun, title: str) -> dict[Key, Row]:

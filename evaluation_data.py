@@ -1,7 +1,8 @@
 """The prompts of an evaluation: data sets on disk, checked line by line, and their token ids.
 
 A data set is a folder with `question.jsonl`, one question a line: {"question_id", "category", "turns": [...]}. The
-first turn is the prompt. `eval_data/download.py` brings the official sets; `eval_data/demo` is this project's own.
+first turn is the prompt; without an id a question has the number of its line, without a category "".
+`eval_data/download.py` brings the official sets; `eval_data/demo` is this project's own.
 """
 
 from __future__ import annotations
@@ -111,10 +112,10 @@ def parse_question(entry: Any, dataset: str, line: int) -> Question:
     """One line's JSON, checked. ValueError says what is wrong with it."""
     if not isinstance(entry, Mapping):
         raise ValueError("it must be a JSON object")
-    missing = [name for name in ("question_id", "category", "turns") if name not in entry]
-    if missing:
-        raise ValueError(f"it lacks {', '.join(missing)}")
-    question_id, category, turns = entry["question_id"], entry["category"], entry["turns"]
+    if "turns" not in entry:
+        raise ValueError("it lacks turns")
+    given = {name: value for name, value in entry.items() if value is not None}
+    question_id, category, turns = given.get("question_id", line), given.get("category", ""), entry["turns"]
     if isinstance(question_id, bool) or not isinstance(question_id, (int, str)):
         raise ValueError(f"question_id is {question_id!r}: it must be an integer or a string")
     if not isinstance(category, str):

@@ -5,7 +5,8 @@
     summary/pipeline_eval__RUN__summary.json   beside it __plots.png; pipeline_eval__table.md for all runs there
     BASELINE_CACHE/baseline__*__KEY.jsonl      rows of the target alone; KEY is a hash of all that changes them
 
-RUN names head, target and settings: `SmolLM2-135M-Instruct_s6_l2__SmolLM2-135M-Instruct__n6_W1_T0`.
+RUN names head, target and settings: `SmolLM2-135M-Instruct_s6_l2__SmolLM2-135M-Instruct__n6_W1_T0`. The files of a
+pipeline of ranks begin with `mp_pipeline_eval` instead, so both evaluations can share a folder.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from evaluation_metrics import Row, row_key
 from pipeline_model import CHECKPOINT_NAME
 from script_utils import write_json
 
-PREFIX = "pipeline_eval"
+PREFIX = "pipeline_eval"  # of the files of eval.py
+MP_PREFIX = "mp_pipeline_eval"  # of those of a pipeline of ranks
 # The code that makes tokens and times: rows of two versions of it are not mixed.
 DECODING_CODE = ("pipeline_model.py", "pipeline_inference.py", "timeline.py")
 
@@ -201,29 +203,30 @@ class RunFiles:
 
     output_dir: Path
     name: str  # head, target and settings
+    prefix: str = PREFIX
 
     @property
     def rows(self) -> RowLog:
-        stem = self.output_dir / "raw" / f"{PREFIX}__{self.name}"
+        stem = self.output_dir / "raw" / f"{self.prefix}__{self.name}"
         return RowLog(Path(f"{stem}__per_sample.jsonl"), Path(f"{stem}__run.json"))
 
     @property
     def summary(self) -> Path:
-        return self.output_dir / "summary" / f"{PREFIX}__{self.name}__summary.json"
+        return self.output_dir / "summary" / f"{self.prefix}__{self.name}__summary.json"
 
     @property
     def plots(self) -> Path:
-        return self.output_dir / "summary" / f"{PREFIX}__{self.name}__plots.png"
+        return self.output_dir / "summary" / f"{self.prefix}__{self.name}__plots.png"
+
+    @property
+    def table(self) -> Path:
+        """The Markdown table of all summaries in the output folder that have this prefix."""
+        return self.output_dir / "summary" / f"{self.prefix}__table.md"
 
 
-def table_path(output_dir: Path) -> Path:
-    """The Markdown table of all summaries in an output folder."""
-    return output_dir / "summary" / f"{PREFIX}__table.md"
-
-
-def read_summaries(output_dir: Path) -> list[dict[str, Any]]:
-    """Every summary in an output folder, by name."""
-    paths = sorted((output_dir / "summary").glob(f"{PREFIX}__*__summary.json"))
+def read_summaries(output_dir: Path, prefix: str = PREFIX) -> list[dict[str, Any]]:
+    """Every summary with this prefix in an output folder, by name."""
+    paths = sorted((output_dir / "summary").glob(f"{prefix}__*__summary.json"))
     return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
 
 

@@ -106,12 +106,12 @@ def check_flags(args: argparse.Namespace) -> None:
 
 
 def parse_devices(values: Sequence[str]) -> list[str]:
-    """Devices of the workers, one a process, from --gpus: GPU ids (also "0,1"), "cpu", or "auto" alone.
+    """Devices of the workers, one a process, from --gpus: GPU ids (also "0, 1"), "cpu", or "auto" alone; "" is auto.
 
     ValueError for a GPU that is not there or named twice, for devices of several kinds, and for anything else.
     """
-    names = [name for value in values for name in value.split(",") if name]
-    if names == ["auto"]:
+    names = [name.strip() for value in values for name in value.split(",") if name.strip()]
+    if names == ["auto"] or not "".join(values).strip():
         return ["cuda:0" if torch.cuda.is_available() else "cpu"]
     for name in names:
         if name != "cpu" and not name.isdecimal():

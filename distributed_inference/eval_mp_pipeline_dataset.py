@@ -4,8 +4,8 @@
         --spec_head_ckpt speculation_head_final.pt --base_model_path Qwen/Qwen3-4B --rank_gpus 0,1,2,3,4 \\
         --datasets mt_bench gsm8k humaneval --prompts_per_dataset 80
 
-Rows, summaries, plots and tables are eval.py's, in the same places. The baseline is the target on the same stages
-without drafts: one token in the whole pipeline at a time.
+Rows, summaries, plots and tables are eval.py's, in the same folders; the files begin with `mp_pipeline_eval`. The
+baseline is the target on the same stages without drafts: one token in the whole pipeline at a time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import eval as evaluation
 from distributed_inference.cycle_profile import Cycle, cycles, write_reports
 from distributed_inference.launch import Checked, Lead, RankParser, add_arguments, run_rank
-from evaluation_files import RunFiles, baseline_cache, check_writable
+from evaluation_files import MP_PREFIX, RunFiles, baseline_cache, check_writable
 from evaluation_metrics import Row, sample_row
 from evaluation_plan import Plan, PlannedRun, Planner, baseline_folder
 from evaluation_workers import WARMUP_PROMPT, Task, compared, sample_seed
@@ -105,7 +105,7 @@ class DistributedEvaluation:
             planned,
             run=replace(planned.run, stage_sizes=layout.stage_sizes),
             settings=dict(planned.settings) | ranks | decoding,
-            files=RunFiles(args.output_dir, name),
+            files=RunFiles(args.output_dir, name, MP_PREFIX),
             baseline=replace(planned.baseline, stage_sizes=layout.stage_sizes),
             baseline_settings=baseline_settings,
             baseline_rows=baseline_cache(baseline_folder(arguments), baseline_settings),

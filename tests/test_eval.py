@@ -665,11 +665,11 @@ def test_devices(monkeypatch):
     """Guards against a GPU that is used twice, kinds that are mixed, and a default that needs a GPU."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "A" if index < 2 else "B")
-    assert parse_devices(["0", "1"]) == parse_devices(["0,1"]) == ["cuda:0", "cuda:1"]
+    assert parse_devices(["0", "1"]) == parse_devices(["0,1"]) == parse_devices(["0, 1"]) == ["cuda:0", "cuda:1"]
     assert parse_devices(["cpu", "cpu"]) == ["cpu", "cpu"]
     for available, expected in [(True, ["cuda:0"]), (False, ["cpu"])]:
         monkeypatch.setattr(torch.cuda, "is_available", lambda available=available: available)
-        assert parse_devices(["auto"]) == expected
+        assert parse_devices(["auto"]) == parse_devices([""]) == expected
     for names, complaint in [
         (["3"], "--gpus has 3, but this machine has 3 GPUs"),
         (["1", "1"], "a GPU named twice"),

@@ -44,14 +44,14 @@ def test_first_turns_are_read_in_order(tmp_path):
 BROKEN = [
     ('{"question_id": 1, "categ', "line 2: "),
     ("[1, 2]", "line 2: it must be a JSON object"),
-    (json.dumps({"question_id": 1}), "line 2: it lacks category, turns"),
+    (json.dumps({"question_id": 1}), "line 2: it lacks turns"),
     (line(turns=[]), "line 2: turns must be a list that starts with a text"),
     (line(turns=[" \n"]), "line 2: turns must be"),
     (line(turns=[3]), "line 2: turns must be"),
     (json.dumps({"question_id": 1, "category": "chat", "turns": "a text"}), "line 2: turns must be"),
     (line(1.5), "line 2: question_id is 1.5"),
     (line(True), "line 2: question_id is True"),
-    (line(category=None), "line 2: category is None"),
+    (line(category=3), "line 2: category is 3"),
     (line("0"), "line 2: question_id 0 is on line 1 too"),  # rows are told apart by it
 ]
 
@@ -64,6 +64,17 @@ def test_broken_lines_are_named(tmp_path, broken, complaint):
         read_questions(tmp_path, "mine")
     assert complaint in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_question_needs_its_turns_alone(tmp_path):
+    """Guards against refusing a user's own questions, which have neither ids nor categories; and against two alike."""
+    bare = json.dumps({"turns": ["a prompt"], "source": "mine"})
+    write_set(tmp_path, "mine", [bare, "", line(None, category=None), line("x")])
+    found = [(item.question_id, item.category) for item in read_questions(tmp_path, "mine")]
+    assert found == [(1, ""), (3, ""), ("x", "chat")]
+    write_set(tmp_path, "mine", [line(2), bare])
+    with pytest.raises(ValueError, match="line 2: question_id 2 is on line 1 too"):
+        read_questions(tmp_path, "mine")
 
 
 def test_empty_and_unreadable_sets_are_refused(tmp_path):

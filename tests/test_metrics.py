@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from evaluation_data import Sample
-from evaluation_files import RowLog
+from evaluation_files import MP_PREFIX, RowLog, RunFiles, read_summaries
 from evaluation_metrics import (
     METRICS,
     accepted_runs,
@@ -26,6 +26,7 @@ from evaluation_metrics import (
 )
 from evaluation_plots import plot_summary
 from pipeline_inference import GenerationResult
+from script_utils import write_json
 from tests.tiny import hf_greedy, oracle, random_prompt, scripted_decoder, tiny_target
 from timeline import Timings
 
@@ -366,6 +367,18 @@ def test_table_has_the_papers_layout():
         "| SPD head, n = 4, W = 1, T = 0 | 5 | mt_bench | 2 | 60 | 0.50 [0.25, 1.00] | 1.71 [1.33, 4.00] |"
     )
     assert detail[3].endswith("| 3.00 | 2.00x | 2/2 |")
+
+
+def test_ranks_and_one_device_share_a_folder(tmp_path):
+    """Guards against a run over ranks that overwrites the same run on one device, or its table."""
+    ours, ranks = RunFiles(tmp_path, "head__target__n2"), RunFiles(tmp_path, "head__target__n2", MP_PREFIX)
+    write_json(ours.summary, {"of": "one device"})
+    write_json(ranks.summary, {"of": "ranks"})
+    assert read_summaries(tmp_path) == [{"of": "one device"}]
+    assert read_summaries(tmp_path, ranks.prefix) == [{"of": "ranks"}]
+    paths = [path for files in (ours, ranks) for path in (files.rows.path, files.rows.record, files.plots, files.table)]
+    assert len(set(paths)) == 8
+    assert all(path.name.startswith("mp_pipeline_eval__") for path in paths[4:])
 
 
 def test_results_line():

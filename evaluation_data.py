@@ -20,6 +20,7 @@ from pipeline_inference import encode_prompt
 
 QUESTION_FILE = "question.jsonl"
 OFFICIAL_SETS = ("mt_bench", "gsm8k", "humaneval")  # in the order of the paper's tables
+MORE_SETS = ("math500", "mbpp", "alpaca")  # `eval_data/download.py` brings these, too
 DEMO_SET = "demo"
 
 
@@ -63,7 +64,8 @@ def choose_data_sets(data_dir: Path, names: Sequence[str] | None) -> tuple[tuple
     if names is not None:
         for name in names:
             if name not in found:
-                way = f"python eval_data/download.py --set {name}" if name in OFFICIAL_SETS else "give one of these"
+                known = name in OFFICIAL_SETS + MORE_SETS
+                way = f"python eval_data/download.py --set {name}" if known else "give one of these"
                 raise ValueError(f"no data set {name!r} ({listed}): {way}")
         return tuple(dict.fromkeys(names)), f"data sets: {', '.join(dict.fromkeys(names))}"
     official = tuple(name for name in OFFICIAL_SETS if name in found)

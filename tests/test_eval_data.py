@@ -1,8 +1,10 @@
 """Data sets of the evaluation: reading, choosing, encoding; and the script that brings the official ones."""
 
 import gzip
+import hashlib
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 import zipfile
@@ -12,7 +14,15 @@ from pathlib import Path
 import datasets
 import pytest
 
-from evaluation_data import Question, choose_data_sets, digest_prompts, encode_questions, read_questions
+from evaluation_data import (
+    MORE_SETS,
+    OFFICIAL_SETS,
+    Question,
+    choose_data_sets,
+    digest_prompts,
+    encode_questions,
+    read_questions,
+)
 from script_utils import run_script
 
 REPOSITORY = Path(__file__).parents[1]
@@ -181,6 +191,10 @@ def bring(download, *argv):
     download.main(download.build_parser().parse_args([str(item) for item in argv]))
 
 
+def read_lines(folder, name):
+    return [json.loads(line) for line in (folder / name / "question.jsonl").read_text().splitlines()]
+
+
 def refusal(download, capsys, monkeypatch, *argv):
     """The one line on standard error of a download that must end with exit code 2."""
     monkeypatch.setattr(sys, "argv", ["download.py", *map(str, argv)])
@@ -206,6 +220,17 @@ HUB = {
 }
 CONFIGS = {"HuggingFaceH4/mt_bench_prompts": [], "openai/gsm8k": ["main"], "openai/openai_humaneval": []}
 SPLITS = {"HuggingFaceH4/mt_bench_prompts": "train", "openai/gsm8k": "test", "openai/openai_humaneval": "test"}
+# Where the paper's prompts stand in the official sets: what `datasets` draws with seed 42, as numbers and as a hash.
+DRAWN = {
+    "gsm8k": (
+        [30, 754, 429, 1010, 1284, 953, 751, 954, 705, 993],
+        "acb040b68f4e54cae3a8615e1aed623a2d006e77915c4e239339c2660c7b303f",
+    ),
+    "humaneval": (
+        [52, 134, 51, 66, 147, 101, 24, 125, 145, 50],
+        "a9ab2079858e4a1cabaf44311062bc19d99b3a6af92eaa7c17d9b061d6abd854",
+    ),
+}
 
 
 @pytest.fixture
@@ -251,26 +276,129 @@ def package(monkeypatch):
 
 
 def test_sets_come_from_the_hub_and_the_package(download, hub, package, tmp_path, capsys):
-    """Guards against another split, other fields, or ids than the published ones; and against asking twice."""
+    """Guards against another split, other prompts or ids than the paper's tables have; and against asking twice."""
     bring(download, "--output_dir", tmp_path)
     assert hub == ["HuggingFaceH4/mt_bench_prompts", "openai/gsm8k"]
-    found = {name: read_questions(tmp_path, name) for name in ("mt_bench", "gsm8k", "humaneval")}
-    assert {name: len(questions) for name, questions in found.items()} == {
-        "mt_bench": 80,
-        "gsm8k": 1319,
-        "humaneval": 164,
-    }
-    assert [found[name][5].question_id for name in found] == [86, 5, 5]
-    assert [found[name][5].category for name in found] == ["writing", "math", "code"]
-    assert [found[name][5].prompt for name in found] == [
-        "first 5",
-        "How many? 5",
-        "Complete the code I provided.\ndef f5():\n",
-    ]
-    capsys.readouterr()
+    found = {name: read_lines(tmp_path, name) for name in ("mt_bench", "gsm8k", "humaneval")}
+    assert {name: len(questions) for name, questions in found.items()} == dict.fromkeys(found, 80)
+    assert found["mt_bench"][5] == {"question_id": 86, "category": "writing", "turns": ["first 5", "second"]}
+    for name, words in {"gsm8k": "How many? {}", "humaneval": "Complete the code I provided.def f{}():\n"}.items():
+        first, digest = DRAWN[name]
+        turns = [question["turns"] for question in found[name]]
+        assert turns[:10] == [[words.format(place)] for place in first]
+        numbers = [int(re.search(r"\d+", turn)[0]) for (turn,) in turns]
+        assert hashlib.sha256(repr(numbers).encode()).hexdigest() == digest
+        assert [question["question_id"] for question in found[name]] == list(range(80))
+    assert [found[name][5]["category"] for name in ("gsm8k", "humaneval")] == ["math", "code"]
+    assert [found[name][5]["reference"] for name in ("gsm8k", "humaneval")] == [["#### 1"], ["    pass\n"]]
+
+    assert capsys.readouterr().out.count("NOT the prompts of the paper's tables, from") == 3  # they are stand-ins
     bring(download, "--output_dir", tmp_path)
-    assert capsys.readouterr().out == "mt_bench: already there\ngsm8k: already there\nhumaneval: already there\n"
+    said = [f"{name}: already there, NOT the prompts of the paper's tables" for name in found]
+    assert capsys.readouterr().out.splitlines() == said
     assert len(hub) == 2
+
+
+SHARED = REPOSITORY.parent / "shared" / "eval_data"  # the prompts that the paper's tables were measured with
+
+
+@pytest.mark.skipif(
+    not SHARED.is_dir(), reason="the paper's prompts are not at hand: they are no part of this repository"
+)
+def test_the_papers_prompts_come_out(download, no_hub, tmp_path, capsys):
+    """Guards against prompts that differ in one character, or in their order, from those of the published numbers.
+
+    The official tables are not here: stand-ins have the paper's prompts in the rows that seed 42 draws.
+    """
+    wanted = {name: read_lines(SHARED, name) for name in ("mt_bench", "gsm8k", "humaneval")}
+    source = tmp_path / "source"
+    write_set(source, "mt_bench", [json.dumps(question) for question in wanted["mt_bench"]])
+    tables = {"gsm8k": list(HUB["openai/gsm8k"]), "humaneval": list(HUB["openai/openai_humaneval"])}
+    for place, question in zip(drawn(1319), wanted["gsm8k"], strict=True):
+        tables["gsm8k"][place] = {"question": question["turns"][0], "answer": question["reference"][0]}
+    for place, question in zip(drawn(164), wanted["humaneval"], strict=True):
+        prompt = question["turns"][0].removeprefix("Complete the code I provided.")
+        tables["humaneval"][place] |= {"prompt": prompt, "canonical_solution": question["reference"][0]}
+    for name, file in {"gsm8k": "test.jsonl", "humaneval": "HumanEval.jsonl"}.items():
+        (source / file).write_text("".join(json.dumps(entry) + "\n" for entry in tables[name]))
+    bring(download, "--source", source, "--output_dir", tmp_path)
+    assert {name: read_lines(tmp_path, name) for name in wanted} == wanted
+    assert capsys.readouterr().out.count(" questions, the prompts of the paper's tables, from") == 3
+
+
+def drawn(count):
+    """The first 80 rows of a shuffled table, by another route than the script's."""
+    table = datasets.Dataset.from_list([{"row": row} for row in range(count)])
+    return [entry["row"] for entry in table.shuffle(seed=42).select(range(80))]
+
+
+MORE = {
+    "math500": ("math500/test.jsonl", [{"problem": f"Add {i}.", "answer": f"{i}"} for i in range(500)]),
+    "mbpp": (
+        "mbpp.jsonl",
+        [
+            {"task_id": i, "text": f"Write f{i}.", "test_list": ["assert f()", "assert f(1)"], "code": "def f"}
+            for i in range(1, 975)
+        ],
+    ),
+    "alpaca": (
+        "alpaca_data.json",
+        [{"instruction": f"Do {i}.", "input": "this" * (i % 2), "output": "done"} for i in range(52002)],
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "places", "prompt", "category"),
+    [
+        (
+            "math500",
+            [473, 132],
+            "Add {}.\n\nSolve the problem step by step and put the final answer in \\boxed{{}}.",
+            "math",
+        ),
+        ("mbpp", [484, 143], "Write f{}.\n\nThe code must pass these tests:\nassert f()\nassert f(1)", "code"),
+        ("alpaca", [31688, 10899], "Do {}.", "chat"),
+    ],
+)
+def test_more_sets_come_by_the_same_table(download, no_hub, tmp_path, name, places, prompt, category):
+    """Guards against a set that needs a script of its own, and against a training split among its prompts."""
+    file, entries = MORE[name]
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    joined = json.dumps(entries) if file.endswith(".json") else "\n".join(map(json.dumps, entries)) + "\n"
+    (tmp_path / file).write_text(joined)
+    bring(download, "--set", name, "--source", tmp_path, "--output_dir", tmp_path / "out")
+    questions = read_lines(tmp_path / "out", name)
+    expected = [prompt.format(place) for place in places]
+    if name == "alpaca":
+        expected[1] += "\n\nthis"
+    assert [question["turns"] for question in questions[:2]] == [[text] for text in expected]
+    assert (len(questions), questions[0]["category"]) == (80, category)
+
+
+def test_every_set_that_can_be_had_is_offered(download, tmp_path):
+    """Guards against eval.py that does not tell how to get a set which the script knows."""
+    assert tuple(download.SETS) == OFFICIAL_SETS + MORE_SETS
+    write_set(tmp_path, "demo", [line()])
+    with pytest.raises(ValueError, match=r"no data set 'mbpp' .*download.py --set mbpp"):
+        choose_data_sets(tmp_path, ["mbpp"])
+
+
+def test_more_or_fewer_prompts(download, no_hub, tmp_path, capsys, monkeypatch):
+    """Guards against other prompts for another number, and against overwriting a file that may be the user's own."""
+    (tmp_path / "test.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in HUB["openai/gsm8k"]))
+    argv = ["--set", "gsm8k", "--source", tmp_path, "--output_dir"]
+    bring(download, *argv, tmp_path / "few", "--prompts_per_dataset", "3")
+    bring(download, *argv, tmp_path / "all", "--prompts_per_dataset", "9999")
+    few, everything = read_lines(tmp_path / "few", "gsm8k"), read_lines(tmp_path / "all", "gsm8k")
+    assert few == everything[:3]
+    assert len({question["turns"][0] for question in everything}) == 1319
+    message = refusal(download, capsys, monkeypatch, *argv, tmp_path / "few")
+    assert "has 3 questions, not 80: move it away, or replace it with --overwrite" in message
+    assert read_lines(tmp_path / "few", "gsm8k") == few
+    bring(download, *argv, tmp_path / "few", "--overwrite")
+    assert read_lines(tmp_path / "few", "gsm8k") == everything[:80]
+    assert "--prompts_per_dataset is 0" in refusal(download, capsys, monkeypatch, "--prompts_per_dataset", 0)
 
 
 def test_humaneval_falls_back_on_the_hub(download, hub, package, tmp_path):
@@ -278,7 +406,7 @@ def test_humaneval_falls_back_on_the_hub(download, hub, package, tmp_path):
     package["there"] = False
     bring(download, "--set", "humaneval", "--output_dir", tmp_path)
     assert hub == ["openai/openai_humaneval"]
-    assert len(read_questions(tmp_path, "humaneval")) == 164
+    assert len(read_questions(tmp_path, "humaneval")) == 80
 
 
 def test_without_network_one_line_says_what_is_missing(download, no_hub, package, tmp_path, capsys, monkeypatch):
@@ -303,11 +431,7 @@ def test_local_copies_in_their_authors_form(download, no_hub, tmp_path):
     lines = "".join(json.dumps(humaneval_entry(i)) + "\n" for i in range(164))
     (source / "HumanEval.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
     bring(download, "--source", source, "--output_dir", tmp_path / "out")
-    assert [len(read_questions(tmp_path / "out", name)) for name in ("mt_bench", "gsm8k", "humaneval")] == [
-        80,
-        1319,
-        164,
-    ]
+    assert [len(read_lines(tmp_path / "out", name)) for name in ("mt_bench", "gsm8k", "humaneval")] == [80] * 3
     first = json.loads((tmp_path / "out" / "mt_bench" / "question.jsonl").read_text().splitlines()[0])
     assert first == {"question_id": 81, "category": "chat", "turns": ["a prompt", "a second turn"]}
 
@@ -316,7 +440,8 @@ def test_a_selection_is_taken_from_a_local_copy_and_said_to_be_one(download, tmp
     """Guards against refusing the 80 prompts that the papers use, or passing them off as the whole set."""
     write_set(tmp_path / "source", "gsm8k", [line(i) for i in range(80)])
     bring(download, "--set", "gsm8k", "--source", tmp_path / "source", "--output_dir", tmp_path / "out")
-    assert "gsm8k: 80 questions (a selection of the official 1319) from" in capsys.readouterr().out
+    assert "gsm8k: 80 questions, NOT the prompts of the paper's tables, from" in capsys.readouterr().out
+    assert read_lines(tmp_path / "out", "gsm8k") == read_lines(tmp_path / "source", "gsm8k")
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -1290,50 +1290,47 @@ def draft_rows(
     return rows[0]
 
 
-class _DistillationKL(torch.autograd.Function):
-    """Sum of KL(teacher || draft) * tau^2 from hidden states, without ever holding all positions' logits.
+class LossTerms(NamedTuple):
+    """What a draft is trained for (METHOD sections 4 and 11.4)."""
+
+    kind: str = "kl"  # "kl", "tv": 1 - acceptance, "lk": between the two, the less KL the more is accepted already
+    temperature: float = 1.0  # tau, of teacher and draft
+    eta: float = 3.0  # lk: the weight of KL is exp(-eta * mean acceptance)
+
+
+LOSS_KINDS = ("kl", "lk", "tv")
+KL = LossTerms()
+
+
+class _Distillation(torch.autograd.Function):
+    """Sum of a loss between teacher and draft from hidden states, without ever holding all positions' logits.
 
     Forward computes the gradients of hidden states and lm_head along with the loss, chunk by chunk; backward scales
     them. Inputs: draft [P, H] and its lm_head [V_d, H] (differentiable), teacher [P, H] and its lm_head [V, H], the
-    draft ids [V_d] or None, the teacher's argmax [P] or None for not known yet, tau. Both hidden states are already
-    normed. Returns total, counted, agreed.
+    draft ids [V_d] or None, the teacher's argmax [P] or None for not known yet, weights [P] or None for ones, terms.
+    Both hidden states are already normed. Returns total, counted (the sum of the weights that are in it), agreed.
     """
 
     @staticmethod
-    def forward(ctx, draft, draft_head, teacher, teacher_head, draft_ids, teacher_best, temperature):
-        dtype = teacher.dtype
-        if torch.is_autocast_enabled(draft.device.type):
-            dtype = torch.get_autocast_dtype(draft.device.type)
-        weight = draft_head.to(dtype)
+    def forward(ctx, draft, draft_head, teacher, teacher_head, draft_ids, teacher_best, weights, terms):
+        rows = _LossRows(draft, draft_head, teacher, teacher_head, draft_ids, teacher_best, terms)
         draft_grad, weight_grad = torch.zeros_like(draft), torch.zeros_like(draft_head)
         total = draft.new_zeros((), dtype=torch.float32)
-        counted, agreed = (torch.zeros((), dtype=torch.long, device=draft.device) for _ in range(2))
-        rank_of = None
-        if draft_ids is not None:  # target id -> draft id, or -1
-            rank_of = torch.full((len(teacher_head),), -1, device=draft.device)
-            rank_of[draft_ids] = torch.arange(len(draft_ids), device=draft.device)
-            if teacher_best is not None:  # the rest of the vocabulary is not needed any more
-                teacher_head = teacher_head[draft_ids]
-        for start in range(0, len(draft), LOSS_CHUNK):
-            rows = slice(start, start + LOSS_CHUNK)
-            with torch.autocast(draft.device.type, enabled=False):
-                hidden = draft[rows].to(dtype)
-                target = linear(teacher[rows].to(teacher_head.dtype), teacher_head)
-                best = target.argmax(dim=-1) if teacher_best is None else teacher_best[rows]
-                if draft_ids is not None:
-                    target = target if teacher_best is not None else target[:, draft_ids]
-                    best = rank_of[best]
+        counted = torch.zeros((), dtype=torch.long if weights is None else torch.float32, device=draft.device)
+        agreed = torch.zeros((), dtype=torch.long, device=draft.device)
+        with torch.autocast(draft.device.type, enabled=False):
+            kl_share = rows.kl_share()
+            for part in rows.parts():
+                hidden, logits, target, best = rows.logits(part)
                 inside = best >= 0
-                logits = linear(hidden, weight).float()
                 agreed += (logits.argmax(dim=-1) == best).sum()
-                counted += inside.sum()
-                log_p = (target.float() / temperature).log_softmax(dim=-1)
-                log_q = logits.div_(temperature).log_softmax(dim=-1)
-                p = log_p.exp()
-                total += ((log_p.sub_(log_q) * p).sum(dim=-1) * inside).sum() * temperature**2
-                grad = log_q.exp_().sub_(p).mul_(inside[:, None] * temperature).to(dtype)
-                draft_grad[rows] = (grad @ weight).to(draft_grad.dtype)
-                if weight_grad.dtype == dtype:  # in one kernel, without a product as large as the lm_head
+                weight = inside if weights is None else inside * weights[part]
+                counted += weight.sum()
+                loss, grad = rows.terms_of(logits, target, kl_share)
+                total += (loss * weight).sum()
+                grad = grad.mul_(weight[:, None]).to(hidden.dtype)
+                draft_grad[part] = (grad @ rows.weight).to(draft_grad.dtype)
+                if weight_grad.dtype == hidden.dtype:  # in one kernel, without a product as large as the lm_head
                     weight_grad.addmm_(grad.T, hidden)
                 else:
                     weight_grad += grad.T @ hidden
@@ -1345,7 +1342,87 @@ class _DistillationKL(torch.autograd.Function):
     def backward(ctx, grad, *_):
         draft_grad, weight_grad = ctx.saved_tensors
         # In place: these are this node's own, and the graph is walked once.
-        return draft_grad.mul_(grad), weight_grad.mul_(grad), None, None, None, None, None
+        return draft_grad.mul_(grad), weight_grad.mul_(grad), None, None, None, None, None, None
+
+
+class _LossRows:
+    """Logits of draft and teacher, a chunk of positions at a time, and the loss of each position. Inputs as above."""
+
+    def __init__(self, draft, draft_head, teacher, teacher_head, draft_ids, teacher_best, terms: LossTerms):
+        device = draft.device
+        automatic = torch.is_autocast_enabled(device.type)
+        self.dtype = torch.get_autocast_dtype(device.type) if automatic else teacher.dtype
+        self.draft, self.weight = draft, draft_head.to(self.dtype)
+        self.teacher, self.teacher_head, self.teacher_best = teacher, teacher_head, teacher_best
+        self.terms, self.draft_ids = terms, draft_ids
+        self.rank_of = None
+        if draft_ids is not None:  # target id -> draft id, or -1
+            self.rank_of = torch.full((len(teacher_head),), -1, device=device)
+            self.rank_of[draft_ids] = torch.arange(len(draft_ids), device=device)
+            if teacher_best is not None and terms.kind == "kl":  # the rest of the vocabulary is not needed any more
+                self.teacher_head, self.draft_ids = teacher_head[draft_ids], None
+
+    def parts(self) -> Iterator[slice]:
+        for start in range(0, len(self.draft), LOSS_CHUNK):
+            yield slice(start, start + LOSS_CHUNK)
+
+    def logits(self, part: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Draft's hidden states and logits [p, V_d], the teacher's log-weights [p, V_d], its argmax's draft id or -1.
+
+        The log-weights are the teacher's logits / tau where only their renormalised form matters, and otherwise log p.
+        """
+        hidden = self.draft[part].to(self.dtype)
+        target = linear(self.teacher[part].to(self.teacher_head.dtype), self.teacher_head)
+        best = target.argmax(dim=-1) if self.teacher_best is None else self.teacher_best[part]
+        target = target.float().div_(self.terms.temperature)
+        if self.terms.kind != "kl":
+            target = target.log_softmax(dim=-1)
+        if self.draft_ids is not None:
+            target = target[:, self.draft_ids]
+        if self.rank_of is not None:
+            best = self.rank_of[best]
+        return hidden, linear(hidden, self.weight).float(), target, best
+
+    def kl_share(self) -> float:
+        """lk: lambda = exp(-eta * mean acceptance over the batch); a constant, for no gradient goes through it."""
+        if self.terms.kind != "lk":
+            return float(self.terms.kind == "kl")
+        accepted = counted = 0.0
+        for part in self.parts():
+            _, logits, target, best = self.logits(part)
+            accepted += (acceptance(target.exp(), self._log_q(logits).exp()) * (best >= 0)).sum()
+            counted += (best >= 0).sum()
+        return float(torch.exp(-self.terms.eta * accepted / max(1, counted)))
+
+    def _log_q(self, logits: Tensor) -> Tensor:
+        return logits.div_(self.terms.temperature).log_softmax(dim=-1)
+
+    def terms_of(self, logits: Tensor, target: Tensor, kl_share: float) -> tuple[Tensor, Tensor]:
+        """The loss of each position [p], and its gradient by the draft's logits [p, V_d]. Overwrites `logits`."""
+        tau, log_q = self.terms.temperature, self._log_q(logits)
+        q, loss, grad = log_q.exp(), 0.0, None
+        if kl_share < 1:
+            p = target.exp()
+            loss = (1 - kl_share) * (1 - acceptance(p, q))
+            short = (q < p).to(q.dtype)  # tokens of which the draft has too little: more of q is more acceptance
+            grad = q * ((short * q).sum(dim=-1, keepdim=True) - short) * ((1 - kl_share) / tau)
+        if kl_share > 0:
+            # As usual for distillation, KL alone is times tau^2, so that its gradient does not fade with tau.
+            scale = tau**2 if self.terms.kind == "kl" else kl_share
+            log_p = target.log_softmax(dim=-1)
+            p = log_p.exp()
+            loss = loss + scale * (log_p.sub_(log_q) * p).sum(dim=-1)
+            difference = q.sub_(p).mul_(scale / tau)
+            grad = difference if grad is None else grad.add_(difference)
+        return loss, grad
+
+
+def acceptance(p: Tensor, q: Tensor) -> Tensor:
+    """Chance that a draft sampled from q is kept, the sum of min(p, q): [..., V_d] -> [...].
+
+    p is the target's whole distribution, here at the draft vocabulary's tokens: it need not sum to 1.
+    """
+    return torch.minimum(p, q).sum(dim=-1)
 
 
 @torch.no_grad()
@@ -1379,7 +1456,7 @@ def training_loss(
     stage_sizes: Sequence[int],
     fill: int | None = None,
     exact_fill: bool = False,
-    temperature: float = 1.0,
+    terms: LossTerms = KL,
     teacher_best: Tensor | None = None,
     attention: str = "sdpa",
 ) -> TrainingLoss:
@@ -1397,7 +1474,7 @@ def training_loss(
     rope = cos[:, : features.shape[1]].to(features.device), sin[:, : features.shape[1]].to(features.device)
     draft = draft_rows(head, features, rope, plan, selected, attention)
     best = None if teacher_best is None else teacher_best[selected]
-    return distillation_loss(head, target, draft, hidden[selected], best, temperature)
+    return distillation_loss(head, target, draft, hidden[selected], best, terms)
 
 
 def distillation_loss(
@@ -1406,19 +1483,24 @@ def distillation_loss(
     draft: Tensor,
     hidden: Tensor,
     teacher_best: Tensor | None,
-    temperature: float,
+    terms: LossTerms = KL,
+    weights: Tensor | None = None,
 ) -> TrainingLoss:
-    """The loss of P supervised rows: the head's outputs [P, H] and the target's h_L [P, H], both before the norm."""
+    """The loss of P supervised rows: the head's outputs [P, H] and the target's h_L [P, H], both before the norm.
+
+    teacher_best [P], the target's argmax where it is known; weights [P] of the rows in the mean, None for ones.
+    """
     with torch.no_grad():
         teacher = target.norm(hidden)
-    total, counted, agreed = _DistillationKL.apply(
+    total, counted, agreed = _Distillation.apply(
         target.norm(draft),
         head.lm_head.weight,
         teacher,
         target.lm_head.weight,
         head.draft_token_ids,
         teacher_best,
-        temperature,
+        weights,
+        terms,
     )
     return TrainingLoss(total, counted, counted.new_tensor(len(draft)), agreed)
 

@@ -49,6 +49,7 @@ from pipeline_model import (
     ATTN_IMPLEMENTATIONS,
     CHECKPOINT_NAME,
     HeadConfig,
+    LossTerms,
     SpeculationHead,
     Target,
     TrainingLoss,
@@ -806,7 +807,7 @@ def main(args: argparse.Namespace) -> int:
             start_from(head, args.init_head)
         attention = "flex_attention" if args.attn_implementation == "flex_attention" else "sdpa"
         settings = {"exact_fill": args.fill_alpha is not None, "attention": attention}
-        return HeadLoss(head, target, temperature=args.temperature, **settings)
+        return HeadLoss(head, target, terms=LossTerms(temperature=args.temperature), **settings)
 
     return run_training(args, config_of_target, make_loss)
 

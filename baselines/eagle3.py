@@ -29,9 +29,11 @@ from transformers import PreTrainedConfig
 from baselines.common import BaselineConfig, PlainHead
 from pipeline_inference import Captured, Completed, Decoder, LocalExecutor, Node, PromptOutput, TokenTree
 from pipeline_model import (
+    KL,
     QUERY_CHUNK,
     CachePlan,
     HeadCache,
+    LossTerms,
     NodeBatch,
     Qwen3_5SpecLayer,
     Qwen3SpecLayer,
@@ -201,7 +203,7 @@ def unrolled_loss(
     *,
     steps: int,
     decay: float,
-    temperature: float = 1.0,
+    terms: LossTerms = KL,
     teacher_best: Tensor | None = None,
 ) -> TrainingLoss:
     """Sum over the steps i of decay^i times the distillation loss of its rows; arguments as `training_loss`.
@@ -218,9 +220,7 @@ def unrolled_loss(
     for step, output in enumerate(unrolled_outputs(head, target, features, steps)):
         batch, row = supervised[:, step + 2 :].nonzero(as_tuple=True)
         asked = batch, row + step + 1  # where the target predicts the same token
-        losses.append(
-            distillation_loss(head, target, output[batch, row], hidden[asked], teacher_best[asked], temperature)
-        )
+        losses.append(distillation_loss(head, target, output[batch, row], hidden[asked], teacher_best[asked], terms))
     total = sum(decay**step * loss.total for step, loss in enumerate(losses))
     return losses[0]._replace(total=total)
 

@@ -23,7 +23,15 @@ import train
 from baselines.common import BaselineConfig
 from baselines.eagle3 import Eagle3Config, eagle3_anchors, unrolled_loss
 from baselines.ppsd import PPSDConfig
-from pipeline_model import ATTN_IMPLEMENTATIONS, Target, TrainingLoss, new_head, parse_stage_layers, split_layers
+from pipeline_model import (
+    ATTN_IMPLEMENTATIONS,
+    LossTerms,
+    Target,
+    TrainingLoss,
+    new_head,
+    parse_stage_layers,
+    split_layers,
+)
 from script_utils import Parser, quiet_libraries, run_script
 
 DEFAULTS = {  # of the flags that only one method has
@@ -100,10 +108,10 @@ class Eagle3Loss(train.HeadLoss):
 
 
 def make_loss(args: argparse.Namespace, config: BaselineConfig, target: Target) -> train.HeadLoss:
-    head = new_head(config, target, seed=args.seed)
+    head, terms = new_head(config, target, seed=args.seed), LossTerms(temperature=args.temperature)
     if args.method == "ppsd":
-        return train.HeadLoss(head, target, temperature=args.temperature)
-    return Eagle3Loss(head, target, steps=args.unroll_steps, decay=args.step_decay, temperature=args.temperature)
+        return train.HeadLoss(head, target, terms=terms)
+    return Eagle3Loss(head, target, steps=args.unroll_steps, decay=args.step_decay, terms=terms)
 
 
 def main(args: argparse.Namespace) -> int:

@@ -325,9 +325,9 @@ def test_every_weight_gets_a_gradient(method):
     features, hidden = train.teacher_features(target, ids, torch.ones_like(ids), head.config.anchors)
     teacher = {"features": features, "hidden": hidden, "labels": ids, "attention_mask": torch.ones_like(ids)}
     if method == "eagle3":
-        loss = train_baseline.Eagle3Loss(head, target, steps=3, decay=0.8, temperature=1.0)
+        loss = train_baseline.Eagle3Loss(head, target, steps=3, decay=0.8)
     else:
-        loss = train.HeadLoss(head, target, temperature=1.0)
+        loss = train.HeadLoss(head, target)
     loss(teacher, head.config.split(4), 1).total.backward()
     assert [name for name, weight in head.named_parameters() if weight.grad is None or not weight.grad.any()] == []
 

@@ -444,7 +444,7 @@ def test_every_weight_gets_a_gradient():
     features, hidden = train.teacher_features(target, ids, mask, head.config.aggr_feature_bound)
     for labels, fill in ((ids, 1), (torch.full_like(ids, -100), 4)):
         teacher = {"features": features, "hidden": hidden, "labels": labels, "attention_mask": mask}
-        loss = train.HeadLoss(head, target, temperature=1.0)(teacher, (1, 1, 1, 1), fill)
+        loss = train.HeadLoss(head, target)(teacher, (1, 1, 1, 1), fill)
         loss.total.backward()
         assert all(weight.grad is not None for weight in head.parameters())
         moved = any(bool(weight.grad.any()) for weight in head.parameters())

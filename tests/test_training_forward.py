@@ -10,6 +10,7 @@ import pipeline_model
 from pipeline_inference import Decoder, LocalExecutor, SPDDrafter
 from pipeline_model import (
     STAIRCASE_ATTENTION,
+    LossTerms,
     Target,
     draft_rows,
     key_types,
@@ -141,7 +142,15 @@ def test_loss_and_gradients_equal_the_plain_loops(case, chunk, monkeypatch):
 
     features, hidden = teacher_features(target, ids, mask, head.config.aggr_feature_bound)
     loss = training_loss(
-        head, target, features, hidden, labels, mask, stage_sizes=sizes, fill=fill, temperature=temperature
+        head,
+        target,
+        features,
+        hidden,
+        labels,
+        mask,
+        stage_sizes=sizes,
+        fill=fill,
+        terms=LossTerms(temperature=temperature),
     )
     assert [int(count) for count in loss[1:]] == counts
     torch.testing.assert_close(loss.total.detach(), total.detach(), rtol=1e-5, atol=1e-6)
@@ -156,7 +165,7 @@ def test_loss_and_gradients_equal_the_plain_loops(case, chunk, monkeypatch):
         mask,
         stage_sizes=sizes,
         fill=fill,
-        temperature=temperature,
+        terms=LossTerms(temperature=temperature),
         teacher_best=best,
     )
     torch.testing.assert_close(again, loss)

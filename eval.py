@@ -33,7 +33,9 @@ from script_utils import DTYPES, Parser, atomic_open, quiet_libraries, run_recor
 def build_parser() -> Parser:
     parser = Parser(description="Acceptance, speed-ups and times of decoding methods on data sets of prompts.")
     model = parser.add_argument_group("model")
-    model.add_argument("--base_model_path", required=True, help="target model: a folder or a hub id")
+    model.add_argument(
+        "--base_model_path", help="target: a folder or a hub id; unset: the one of the heads' checkpoints"
+    )
     model.add_argument("--method", default="spd", choices=list(METHODS), help="how to decode")
     model.add_argument("--spec_head_ckpt", nargs="+", default=[], help="its head checkpoints, files or folders")
     model.add_argument("--dtype", default="auto", choices=["auto", *DTYPES], help="auto: float32 on a CPU, or bfloat16")
@@ -167,10 +169,11 @@ class Evaluation:
 def main(args: argparse.Namespace) -> int:
     """Exit code 1 when a sample failed, of a run or of the baseline."""
     quiet_libraries()
-    plan = Planner(args).plan()
+    planner = Planner(args)
+    plan = planner.plan()
     print(plan.note)
     with Workers(plan.options, plan.devices) as workers:
-        failed = Evaluation(args, plan, workers).run()
+        failed = Evaluation(planner.args, plan, workers).run()
     if failed:
         print(f"{failed} samples failed: their errors are in the rows, --resume tries them again", file=sys.stderr)
     return int(failed > 0)

@@ -35,7 +35,7 @@ from evaluation_files import (
 from evaluation_methods import METHODS, Run
 from evaluation_workers import TargetOptions
 from pipeline_inference import Sampling, check_attention, check_limits, load_tokenizer
-from pipeline_model import load_target_config, read_head
+from pipeline_model import HeadConfig, default_target_path, load_target_config, read_checkpoint, read_head
 from script_utils import resolve_dtype
 
 PLACEMENT = "all stages on one device"  # what the wall-clock times of this evaluation mean
@@ -105,6 +105,24 @@ def check_flags(args: argparse.Namespace) -> None:
         raise ValueError(f"--force_baseline_recompute with {other}: drop one of the two")
 
 
+def target_of_heads(paths: Sequence[str], config_class: type[HeadConfig] | None) -> str:
+    """The target that the checkpoints of heads name. ValueError when they name several or none, and without a head."""
+    if not paths:
+        raise ValueError("--base_model_path is missing: without a head, nothing else names the target")
+    targets: dict[str, str] = {}  # the first head of each
+    for path in paths:
+        config, _ = read_checkpoint(path, config_class, mapped=True)
+        try:
+            target = default_target_path(config, None)
+        except ValueError as error:
+            raise ValueError(f"{path!r}: {error}") from None
+        targets.setdefault(target, path)
+    if len(targets) > 1:
+        named = ", ".join(f"{path!r} on {target!r}" for target, path in targets.items())
+        raise ValueError(f"--spec_head_ckpt lists heads of several targets ({named}): give --base_model_path")
+    return next(iter(targets))
+
+
 def parse_devices(values: Sequence[str]) -> list[str]:
     """Devices of the workers, one a process, from --gpus: GPU ids (also "0, 1"), "cpu", or "auto" alone; "" is auto.
 
@@ -132,11 +150,17 @@ def parse_devices(values: Sequence[str]) -> list[str]:
 
 
 class Planner:
-    """Reads what an evaluation needs and combines it into runs. ValueError for everything that does not fit."""
+    """Reads what an evaluation needs and combines it into runs. ValueError for everything that does not fit.
+
+    `args` are the flags, with the target of the heads where --base_model_path was left out.
+    """
 
     def __init__(self, args: argparse.Namespace):
         check_flags(args)
-        self.args, self.devices = args, parse_devices(args.gpus)
+        config_class = METHODS[args.method].config_class
+        target = args.base_model_path or target_of_heads(args.spec_head_ckpt, config_class)
+        self.args = args = argparse.Namespace(**vars(args) | {"base_model_path": target})
+        self.devices = parse_devices(args.gpus)
         self.labels = checkpoint_labels(args.spec_head_ckpt) if args.spec_head_ckpt else {}
         self.names, self.note = choose_data_sets(args.data_dir, args.datasets)
         questions = [
@@ -166,7 +190,6 @@ class Planner:
             trust_remote_code=args.trust_remote_code,
             threads=max(1, torch.get_num_threads() // len(self.devices)),  # processes on a CPU share its threads
         )
-        config_class = METHODS[args.method].config_class
         self.heads = {path: read_head(path, self.config, config_class).config for path in args.spec_head_ckpt}
 
     def plan(self) -> Plan:

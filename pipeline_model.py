@@ -34,6 +34,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
@@ -809,6 +811,26 @@ class Target:
         """The stages of a split; each captures the anchors that its own layers produce."""
         bounds = layers_available(stage_sizes)
         return [Stage(self, range(lo, hi), anchors) for lo, hi in pairwise(bounds)]
+
+
+def default_target_path(config: HeadConfig, path: str | None) -> str:
+    """Where a head's target is: `path`, what the user gave, or else what the head's checkpoint names.
+
+    ValueError, to be completed with --base_model_path, when the checkpoint names none, or a folder that is not here.
+    """
+    if path:
+        return path
+    stored = config.base_model_path
+    if not stored:
+        raise ValueError("the head's checkpoint does not name its target: give --base_model_path")
+    if not Path(stored).is_dir():
+        try:
+            validate_repo_id(stored)
+        except HFValidationError:
+            raise ValueError(
+                f"the head was trained on {stored!r}, a folder that is not on this machine: give --base_model_path"
+            ) from None
+    return stored
 
 
 def load_target_config(path: str, trust_remote_code: bool = False) -> PreTrainedConfig:

@@ -171,6 +171,73 @@ def test_files_rows_and_summary_of_a_run(files, tmp_path, capsys):
     assert "| method | overall | first | second |" in table
 
 
+def user_folder(files, tmp_path, monkeypatch):
+    """A folder as users have it, and the working directory: data sets, and a head that says where its target is."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("mt_bench", "gsm8k"):
+        shutil.copytree(files / "data" / "second", tmp_path / "eval_data" / name)
+    target = tiny_target("llama")
+    save_head(tiny_head(target, (2, 2), base_model_path=str(files / "target")), "H.pt")
+
+
+COMMAND = (
+    "--spec_head_ckpt H.pt --data_dir eval_data --output_dir O --gpus 0,1,2,3 --max_new_tokens 512 --temperature 0.0 "
+    "--draft_top_k 4 --baseline --baseline_cache_dir C"
+)
+
+
+def test_the_papers_command_line_is_planned(files, tmp_path, monkeypatch):
+    """Guards against a command line of the paper's users that needs one flag more here: the target, above all."""
+    user_folder(files, tmp_path, monkeypatch)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    command = COMMAND.replace("512", "200")  # the tiny target has 256 positions
+    planner = Planner(build_parser().parse_args(command.split()))
+    plan = planner.plan()
+    assert plan.devices == ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
+    assert (plan.options.path, plan.options.dtype) == (str(files / "target"), torch.bfloat16)
+    assert planner.args.base_model_path == str(files / "target")
+    (planned,) = plan.runs
+    assert (planned.run.stage_sizes, planned.run.draft_top_k, planned.run.max_new_tokens) == ((2, 2), 4, 200)
+    assert planned.run.sampling.greedy
+    assert planned.files.summary == Path("O/summary/pipeline_eval__H__target__n2_W4_T0__summary.json")
+    assert planned.baseline_rows.path.parent == Path("C")
+    assert [sample.dataset for sample in plan.samples] == ["mt_bench", "mt_bench", "gsm8k", "gsm8k"]
+    assert [path.name for path in tmp_path.iterdir()] == ["eval_data", "H.pt"]
+
+
+def test_the_papers_command_line_runs(files, tmp_path, monkeypatch):
+    """Guards against a target taken from the checkpoint in the plan alone, and missing in the run or its record."""
+    user_folder(files, tmp_path, monkeypatch)
+    command = COMMAND.replace("0,1,2,3", "cpu").replace("512", "6")
+    assert main(build_parser().parse_args(command.split())) == 0
+    assert summary_of(Path("O"))["overall"]["equal_to_baseline"] == 4
+    assert len(list(Path("C").glob("baseline__target__T0__*.jsonl"))) == 1
+    (record,) = Path("O/raw").glob("*__run.json")
+    assert json.loads(record.read_text())["arguments"]["base_model_path"] == str(files / "target")
+
+
+@pytest.mark.parametrize(
+    ("targets", "complaint"),
+    [
+        ([""], "'0.pt': the head's checkpoint does not name its target: give --base_model_path"),
+        (["/gone/model"], "'0.pt': the head was trained on '/gone/model', a folder that is not on this machine"),
+        (["a/b", "a/c", "a/b"], "heads of several targets ('0.pt' on 'a/b', '1.pt' on 'a/c'): give --base_model_path"),
+        ([], "--method spd needs --spec_head_ckpt"),
+    ],
+)
+def test_heads_that_do_not_say_which_target(files, tmp_path, capsys, monkeypatch, targets, complaint):
+    """Guards against a guessed target: heads of two targets, and of one that is not here, are refused by name."""
+    monkeypatch.chdir(tmp_path)
+    for index, target in enumerate(targets):
+        save_head(tiny_head(tiny_target("llama"), (2, 2), base_model_path=target), f"{index}.pt")
+    heads = [f"{index}.pt" for index in range(len(targets))]
+    argv = ["eval.py", "--gpus", "cpu", *(["--spec_head_ckpt", *heads] if heads else [])]
+    assert complaint in error_line(argv, capsys, monkeypatch)
+    alone = ["eval.py", "--method", "autoregressive"]
+    assert "--base_model_path is missing: without a head" in error_line(alone, capsys, monkeypatch)
+
+
 def test_every_combination_is_a_run(files, tmp_path, decoded, no_plots):
     """Guards against combinations that are left out, share a file, or run the baseline once more each."""
     flags = ["--temperature", "0", "0.7", "--draft_top_k", "1", "3", "1", "--prompts_per_dataset", "1"]
@@ -551,9 +618,14 @@ def test_cached_baselines_are_used_and_can_be_forced(files, tmp_path, decoded, n
 
 
 def refusal(files, output, capsys, monkeypatch, *flags, **kwargs):
+    """`error_line` of a small run."""
+    return error_line(["eval.py", *arguments(files, output, *flags, **kwargs)], capsys, monkeypatch)
+
+
+def error_line(argv, capsys, monkeypatch):
     """The one line on standard error of a run that must end with exit code 2, progress bars aside."""
     capsys.readouterr()
-    monkeypatch.setattr(sys, "argv", ["eval.py", *arguments(files, output, *flags, **kwargs)])
+    monkeypatch.setattr(sys, "argv", argv)
     with pytest.raises(SystemExit) as caught:
         run_script(main, build_parser())
     assert caught.value.code == 2

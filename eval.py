@@ -27,7 +27,7 @@ from evaluation_plan import Plan, PlannedRun, Planner
 from evaluation_plots import plot_summary
 from evaluation_workers import Task, Workers
 from pipeline_model import ATTN_IMPLEMENTATIONS
-from script_utils import DTYPES, Parser, atomic_open, quiet_libraries, run_record, run_script, write_json
+from script_utils import Parser, add_dtype_argument, atomic_open, quiet_libraries, run_record, run_script, write_json
 
 
 def build_parser() -> Parser:
@@ -38,7 +38,7 @@ def build_parser() -> Parser:
     )
     model.add_argument("--method", default="spd", choices=list(METHODS), help="how to decode")
     model.add_argument("--spec_head_ckpt", nargs="+", default=[], help="its head checkpoints, files or folders")
-    model.add_argument("--dtype", default="auto", choices=["auto", *DTYPES], help="auto: float32 on a CPU, or bfloat16")
+    add_dtype_argument(model)
     model.add_argument("--attn_implementation", default="sdpa", choices=ATTN_IMPLEMENTATIONS, help="attention kernels")
     model.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
     data = parser.add_argument_group("data")

@@ -16,7 +16,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from pipeline_inference import encode_prompt
+from pipeline_inference import check_length, encode_prompt
 
 QUESTION_FILE = "question.jsonl"
 OFFICIAL_SETS = ("mt_bench", "gsm8k", "humaneval")  # in the order of the paper's tables
@@ -140,12 +140,11 @@ def encode_questions(
     samples = []
     for question in questions:
         ids = encode_prompt(tokenizer, question.prompt, chat_template=chat_template, enable_thinking=enable_thinking)
-        if len(ids) + max_new_tokens > max_positions:
-            raise ValueError(
-                f"data set {question.dataset!r}, line {question.line} (question_id {question.question_id}): prompt "
-                f"({len(ids)} tokens) and max_new_tokens ({max_new_tokens}) pass the target's limit of "
-                f"{max_positions} positions: remove the line or lower max_new_tokens"
-            )
+        try:
+            check_length(len(ids), max_new_tokens, max_positions)
+        except ValueError as error:
+            where = f"data set {question.dataset!r}, line {question.line} (question_id {question.question_id})"
+            raise ValueError(f"{where}: --{error}") from None
         samples.append(Sample(question.dataset, question.question_id, question.category, tuple(ids)))
     return samples
 

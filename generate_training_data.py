@@ -29,8 +29,8 @@ from conversation_sources import Counters, SkipRecord, find_sources, read_turns
 from pipeline_inference import Sampling, load_tokenizer
 from pipeline_model import ATTN_IMPLEMENTATIONS, Target
 from script_utils import (
-    DTYPES,
     Parser,
+    add_dtype_argument,
     quiet_libraries,
     resolve_device,
     resolve_dtype,
@@ -49,7 +49,7 @@ def build_parser() -> Parser:
     model = parser.add_argument_group("target")
     model.add_argument("--model_name", required=True, help="target model: a folder or a hub id")
     model.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    model.add_argument("--dtype", default="auto", choices=["auto", *DTYPES], help="auto: float32 on a CPU, or bfloat16")
+    add_dtype_argument(model)
     model.add_argument("--attn_implementation", default="sdpa", choices=ATTN_IMPLEMENTATIONS)
 
     data = parser.add_argument_group("data")

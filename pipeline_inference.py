@@ -18,15 +18,19 @@ import heapq
 import itertools
 import os
 import sys
+import threading
 import time
 from argparse import BooleanOptionalAction
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from numbers import Integral
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol, TypeVar
+from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import (
@@ -50,8 +54,18 @@ from pipeline_model import (
     load_head,
     read_checkpoint,
 )
-from script_utils import DTYPES, Parser, quiet_libraries, resolve_device, resolve_dtype, run_script
+from script_utils import (
+    Parser,
+    add_dtype_argument,
+    is_text,
+    quiet_libraries,
+    resolve_device,
+    resolve_dtype,
+    run_script,
+)
 from timeline import DRAFT, VERIFY, WAIT, Span, Timeline, Timings, stage_index, stage_row, write_trace
+
+T = TypeVar("T")
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Sampling and verification
@@ -250,6 +264,42 @@ def _living(level: list[Node]) -> list[Node]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+class Turn:
+    """A generation's turn on its executor and its drafter, which keep its state and so serve one generation at a time.
+
+    Whoever starts takes the turn, also from a generation that was left half-way: nobody has to say that it will not go
+    on. Should it go on all the same, that is a RuntimeError, and so is a start in the middle of another one's step, by
+    another thread.
+    """
+
+    _holders: ClassVar[WeakKeyDictionary[object, int]] = WeakKeyDictionary()  # executor or drafter -> whose turn it is
+    _working: ClassVar[set[int]] = set()  # turns that are in a step
+    _numbers = itertools.count()
+    _lock = threading.Lock()
+
+    def __init__(self, *shared: object):
+        self._number, self._shared = next(self._numbers), shared
+
+    def take(self) -> None:
+        with self._lock:
+            if any(self._holders.get(shared) in self._working for shared in self._shared):
+                raise RuntimeError("another thread is decoding on this executor: one generation at a time")
+            self._holders.update(dict.fromkeys(self._shared, self._number))
+
+    def __enter__(self) -> None:
+        """A step begins."""
+        with self._lock:
+            if any(self._holders.get(shared) != self._number for shared in self._shared):
+                raise RuntimeError(
+                    "this generation cannot go on: a later one has started on its executor or drafter, "
+                    "which serve one generation at a time"
+                )
+            self._working.add(self._number)
+
+    def __exit__(self, *_: object) -> None:
+        self._working.discard(self._number)
+
+
 class PromptOutput(NamedTuple):
     """What a prompt of P tokens leaves behind."""
 
@@ -272,7 +322,7 @@ class Completed(NamedTuple):
 
 
 class Executor(Protocol):
-    """Runs the target's n stages, locally or on other ranks. One generation at a time.
+    """Runs the target's n stages, locally or on other ranks. One generation at a time: see `Turn`.
 
     The executor decides where logits come from and when it waits for a stage: nobody asks for anything earlier than it
     is needed.
@@ -281,6 +331,7 @@ class Executor(Protocol):
     stage_sizes: tuple[int, ...]
     anchors: tuple[int, ...]
     device: torch.device
+    vocab_size: int
 
     def start(self, prompt: Sequence[int], root: int, plan: CachePlan, timeline: Timeline) -> PromptOutput:
         """Allocate memory, run the prompt; `root` is the node id of its last token."""
@@ -308,7 +359,7 @@ class LocalExecutor:
 
     def __init__(self, target: Target, stage_sizes: Sequence[int], anchors: Sequence[int] = (0,)):
         self.target, self.stage_sizes, self.anchors = target, tuple(stage_sizes), tuple(anchors)
-        self.device = target.device
+        self.device, self.vocab_size = target.device, target.config.vocab_size
         self.stages = target.partition(stage_sizes, anchors)
         self.caches = []
         self._inputs: list[tuple[NodeBatch, Tensor] | None] = []  # what each stage runs next
@@ -583,19 +634,51 @@ class GenerationResult:
 
 def check_limits(max_new_tokens: int, draft_top_k: int) -> None:
     """ValueError for limits that no generation can run with; cheap, so that scripts can call it before they load."""
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}: it must be at least 1")
-    if draft_top_k < 1:
+    if not isinstance(max_new_tokens, Integral) or max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens is {max_new_tokens}: it must be a whole number, at least 1")
+    if not isinstance(draft_top_k, Integral) or draft_top_k < 1:
         raise ValueError(f"draft_top_k is {draft_top_k}: the draft tree must be at least 1 wide")
 
 
 def check_length(prompt_length: int, max_new_tokens: int, max_positions: int) -> None:
-    """ValueError for a generation past the target's position limit."""
-    if prompt_length + max_new_tokens > max_positions:
+    """ValueError for a generation past the target's position limit. The last new token is never run: it needs none."""
+    if prompt_length + max_new_tokens - 1 > max_positions:
         raise ValueError(
-            f"prompt ({prompt_length} tokens) and max_new_tokens ({max_new_tokens}) pass the target's limit of "
-            f"{max_positions} positions: shorten the prompt or lower max_new_tokens"
+            f"max_new_tokens is {max_new_tokens}: with a prompt of {prompt_length} tokens, that many pass the target's "
+            f"limit of {max_positions} positions (the last one needs none): shorten the prompt or lower it"
         )
+
+
+def check_seed(seed: int) -> None:
+    """ValueError for a seed that no generator takes."""
+    if not -(2**63) <= seed < 2**64:
+        raise ValueError(f"seed is {seed}: it must fit 64 bits")
+
+
+def token_ids(prompt: Sequence[int] | Tensor | np.ndarray, vocab_size: int) -> list[int]:
+    """A prompt as a list of ids: from any sequence of integers, or from a tensor or an array, [S] or [1, S].
+
+    ValueError for anything else, for an empty prompt, and for an id outside 0 .. vocab_size - 1.
+    """
+    try:
+        ids = np.asarray(prompt.tolist() if isinstance(prompt, Tensor) else prompt)
+    except ValueError:  # a list of lists of several lengths
+        ids = np.asarray(None)
+    ids = ids[0] if ids.ndim == 2 and len(ids) == 1 else ids
+    if ids.ndim == 1 and not len(ids):
+        raise ValueError("the prompt is empty: give at least one token")
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise ValueError(
+            f"the prompt is a {type(prompt).__name__} that holds no plain row of token ids: give a list of integers, "
+            "or a tensor of them, [S] or [1, S]; a text becomes one by encode_prompt"
+        )
+    foreign = ids[(ids < 0) | (ids >= vocab_size)]
+    if len(foreign):
+        raise ValueError(
+            f"the prompt has token id {foreign[0]}, but the target's ids are 0 .. {vocab_size - 1}: "
+            "use the tokenizer that comes with the target"
+        )
+    return ids.tolist()
 
 
 def check_attention(attn_implementation: str, draft_top_k: int) -> None:
@@ -632,6 +715,7 @@ class Decoder:
         keep_trace: bool = False,
     ):
         check_limits(1, draft_top_k)
+        check_seed(seed)
         if verify_lag not in (0, 1):
             raise ValueError(f"verify_lag is {verify_lag}: it must be 0 or 1")
         if draft_chain and (len(executor.stage_sizes), draft_top_k, verify_lag) != (1, 1, 0):
@@ -642,26 +726,28 @@ class Decoder:
         self.eos_token_ids, self.max_positions = frozenset(eos_token_ids), max_positions
         self.seed, self.keep_trace = seed, keep_trace
 
-    def generate(self, prompt: Sequence[int], max_new_tokens: int) -> GenerationResult:
+    def generate(self, prompt: Sequence[int] | Tensor | np.ndarray, max_new_tokens: int) -> GenerationResult:
         """Decode to the end. Arguments and errors as `start`."""
         return self.start(prompt, max_new_tokens).finish()
 
-    def start(self, prompt: Sequence[int], max_new_tokens: int) -> Generation:
+    def start(self, prompt: Sequence[int] | Tensor | np.ndarray, max_new_tokens: int) -> Generation:
         """A generation to iterate over (it streams TokenEvents) or to `finish`.
 
-        prompt: token ids, at least one. Stops after exactly `max_new_tokens`, or with the first end token. ValueError
-        as `check`.
+        prompt: token ids, as `token_ids` takes them. Stops after exactly `max_new_tokens`, or with the first end token.
+        ValueError as `check`. A generation that was left half-way cannot go on once the next one has begun (`Turn`).
         """
-        self.check(prompt, max_new_tokens)
-        return Generation(self, list(prompt), max_new_tokens)
+        return Generation(self, self.check(prompt, max_new_tokens), max_new_tokens)
 
-    def check(self, prompt: Sequence[int], max_new_tokens: int) -> None:
-        """ValueError for an empty prompt, max_new_tokens < 1, and a generation past the target's position limit."""
-        if not prompt:
-            raise ValueError("the prompt is empty: give at least one token")
+    def check(self, prompt: Sequence[int] | Tensor | np.ndarray, max_new_tokens: int) -> list[int]:
+        """The prompt as a list of ids.
+
+        ValueError as `token_ids`, for max_new_tokens < 1, and for a generation past the target's position limit.
+        """
+        ids = token_ids(prompt, self.executor.vocab_size)
         check_limits(max_new_tokens, self.draft_top_k)
         if self.max_positions is not None:
-            check_length(len(prompt), max_new_tokens, self.max_positions)
+            check_length(len(ids), max_new_tokens, self.max_positions)
+        return ids
 
 
 class Generation:
@@ -673,6 +759,7 @@ class Generation:
     def __init__(self, decoder: Decoder, prompt: list[int], max_new_tokens: int):
         self._settings = decoder
         self._executor, self._drafter, self._sampling = decoder.executor, decoder.drafter, decoder.sampling
+        self._turn = Turn(self._executor, *([] if self._drafter is None else [self._drafter]))
         self._prompt, self._max_new_tokens = prompt, max_new_tokens
         self._end = len(prompt) + max_new_tokens  # no token stands here or beyond
         num_stages, width = len(decoder.executor.stage_sizes), decoder.draft_top_k
@@ -702,20 +789,28 @@ class Generation:
         return self._events
 
     def _run(self) -> Iterator[TokenEvent]:
-        begun = time.perf_counter()
-        yield self._prefill()
-        prefilled = time.perf_counter()
+        self._turn.take()
+        event, prefill = self._timed(self._prefill)
+        yield event
+        decode = 0.0
         while not self.result.stop_reason:
-            yield from self._cycle()
-        decoded = time.perf_counter()
-        self._executor.finish()
+            events, seconds = self._timed(self._cycle)
+            decode += seconds
+            yield from events
+        self._timed(self._executor.finish)
         self.result.timings = self.timeline.finish(
-            prefill=prefilled - begun,
-            decode=decoded - prefilled,
+            prefill=prefill,
+            decode=decode,
             num_stages=len(self.result.stage_sizes),
             verify_lag=self._settings.verify_lag,
             draft_in_line=self._settings.draft_in_line,
         )
+
+    def _timed(self, step: Callable[[], T]) -> tuple[T, float]:
+        """What a step gives, and its seconds. What the caller does between two steps is not decoding."""
+        with self._turn:
+            begun = time.perf_counter()
+            return step(), time.perf_counter() - begun
 
     def finish(self) -> GenerationResult:
         """Run to the end."""
@@ -895,7 +990,7 @@ def add_model_arguments(parser: Parser) -> argparse._ArgumentGroup:
     """The target's flags. Returns their group, for more of them."""
     model = parser.add_argument_group("model")
     model.add_argument("--base_model_path", required=True, help="target model: a folder or a hub id")
-    model.add_argument("--dtype", default="auto", choices=["auto", *DTYPES], help="auto: float32 on a CPU, or bfloat16")
+    add_dtype_argument(model)
     model.add_argument("--attn_implementation", default="sdpa", choices=ATTN_IMPLEMENTATIONS, help="attention kernels")
     model.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
     return model
@@ -939,8 +1034,7 @@ class Demo:
         device = resolve_device(args.device)
         dtype = resolve_dtype(args.dtype, device)
         check_attention(args.attn_implementation, args.draft_top_k)
-        if not -(2**63) <= args.seed < 2**64:
-            raise ValueError(f"--seed is {args.seed}: it must fit 64 bits")
+        check_seed(args.seed)
         if args.trace and not args.spec_head_ckpt:
             raise ValueError("--trace shows the pipeline's stages: it needs --spec_head_ckpt")
         if args.trace and Path(args.trace).is_dir():
@@ -1054,6 +1148,7 @@ def result_line(name: str, result: GenerationResult, num_spec_layers: int) -> st
 @torch.inference_mode()
 def logit_gap(executor: Executor, prefix: Sequence[int], first: int, second: int) -> float:
     """How much the target prefers `first` to `second` after a prefix that two generations share."""
+    Turn(executor).take()
     output = executor.start(prefix, 0, CachePlan(len(prefix), 1, tree=False), Timeline(executor.device))
     logits = output.logits.float()
     return float(logits[first] - logits[second])
@@ -1099,6 +1194,8 @@ def encode_prompt(
 
     enable_thinking is passed to the chat template; None leaves it to the template.
     """
+    if not isinstance(prompt, str) or not is_text(prompt):
+        raise ValueError(f"the prompt is {prompt!r}: give a text that UTF-8 can write")
     if chat_template and tokenizer.chat_template and prompt.strip():
         turn = [{"role": "user", "content": prompt}]
         settings = {} if enable_thinking is None else {"enable_thinking": enable_thinking}

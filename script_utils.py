@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import re
+import select
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -20,6 +23,7 @@ from huggingface_hub.utils import logging as hub_logging
 from transformers.utils import logging
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}  # short -> long
 RECORDED_PACKAGES = ("torch", "transformers", "accelerate", "datasets", "numpy")
 
 
@@ -29,26 +33,111 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **kwargs: Any):
         super().__init__(formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False, **kwargs)
 
+    def parse_known_args(
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """As argparse's. An argument that is no text is an error: no tokenizer and no JSON file could take it."""
+        for argument in sys.argv[1:] if args is None else args:
+            if not is_text(argument):
+                self.error(f"the argument {argument!r} is not UTF-8: give it as text in UTF-8")
+        return super().parse_known_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
+        self.exit(2, f"{self.prog}: error: {self.as_typed(message)}\n")
+
+    def as_typed(self, message: str) -> str:
+        """The message on one line. The setting that it begins with is named as the user typed it: `--top_k is -1`.
+
+        Functions that serve Python callers too name a setting without the dashes.
+        """
+        message = " ".join(message.split())
+        setting = re.match(r"(\w+) (is|lists) ", message)
+        return f"--{message}" if setting and f"--{setting[1]}" in self._option_string_actions else message
+
+
+def is_text(text: str) -> bool:
+    """Whether a string can be written in UTF-8. The system hands over bytes that cannot as lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def dtype_name(text: str) -> str:
+    """The name of a data type as flags have it, for `type=`: bf16 is bfloat16. Other texts are left to `choices=`."""
+    return DTYPE_NAMES.get(text, text)
+
+
+def add_dtype_argument(group: argparse._ArgumentGroup) -> None:
+    """The flag --dtype, for `resolve_dtype`."""
+    group.add_argument(
+        "--dtype",
+        type=dtype_name,
+        default="auto",
+        choices=["auto", *DTYPES],
+        help="auto: float32 on a CPU, or bfloat16; fp32, bf16, fp16 and half work, too",
+    )
 
 
 def run_script(main: Callable[[argparse.Namespace], int | None], parser: Parser) -> NoReturn:
     """Parse, run, exit. A ValueError, or a path of no use, is the user's to mend: one line, exit code 2.
 
-    Ctrl-C: exit code 130.
+    Ctrl-C: exit code 130. When nobody reads the output any more (`| head`): exit code 141, without a word.
     """
+    show_what_can_be_shown()
+    try:
+        try:
+            code = _run(main, parser)
+        finally:
+            sys.stdout.flush()  # now, where a closed pipe can be told from a defect
+    except BrokenPipeError:
+        if not reader_is_gone():
+            raise
+        leave_quietly()
+    sys.exit(code)
+
+
+def _run(main: Callable[[argparse.Namespace], int | None], parser: Parser) -> int | None:
     args = parser.parse_args()
     try:
-        sys.exit(main(args))
+        return main(args)
     except ValueError as error:
-        parser.error(" ".join(str(error).split()))
+        parser.error(str(error))
     except (PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError) as error:
         if error.filename is None:  # not about a path: a defect
             raise
         parser.error(f"{error.filename}: {error.strerror}; give another path")
     except KeyboardInterrupt:
         parser.exit(130, f"\n{parser.prog}: interrupted\n")
+
+
+def show_what_can_be_shown() -> None:
+    """Print a question mark for a character that the terminal cannot show, instead of failing."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+
+def reader_is_gone() -> bool:
+    """Whether standard output or standard error is a pipe that nobody reads any more."""
+    poll = select.poll()
+    for descriptor in _output_descriptors():
+        poll.register(descriptor, 0)  # errors are reported without being asked for
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def leave_quietly() -> NoReturn:
+    """Exit as a program does that SIGPIPE ends. What is still to be written goes nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in _output_descriptors():
+        os.dup2(nowhere, descriptor)
+    sys.exit(128 + signal.SIGPIPE)
+
+
+def _output_descriptors() -> Iterator[int]:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(io.UnsupportedOperation):  # of a stream in memory
+            yield stream.fileno()
 
 
 def quiet_libraries() -> None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig
 from transformers.generation import BaseStreamer
 
-from pipeline_inference import GenerationResult, Sampling, check_length, check_limits
+from pipeline_inference import GenerationResult, Sampling, check_length, check_limits, token_ids
 from pipeline_model import Target, is_linear_attention
 from timeline import Timings
 
@@ -66,8 +67,9 @@ class PromptLookup:
         self.target, self.num_tokens, self.sampling = target, num_tokens, sampling
         self.eos_token_ids, self.max_positions, self.seed = tuple(eos_token_ids), max_positions, seed
 
-    def generate(self, prompt: Sequence[int], max_new_tokens: int) -> GenerationResult:
-        """Decode to the end. ValueError for limits that cannot be."""
+    def generate(self, prompt: Sequence[int] | Tensor | np.ndarray, max_new_tokens: int) -> GenerationResult:
+        """Decode to the end. ValueError as `Decoder.check`."""
+        prompt = token_ids(prompt, self.target.config.vocab_size)
         check_limits(max_new_tokens, 1)
         if self.max_positions is not None:
             check_length(len(prompt), max_new_tokens, self.max_positions)

@@ -28,7 +28,16 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from distributed_inference.launch import Checked, Lead, RankParser, RankProcess, add_arguments
 from pipeline_inference import Decoder, LocalExecutor, encode_prompt, load_tokenizer, shared_length
 from pipeline_model import Target
-from script_utils import DTYPES, Parser, git_commit, markdown_table, quiet_libraries, resolve_dtype, run_script
+from script_utils import (
+    DTYPES,
+    Parser,
+    dtype_name,
+    git_commit,
+    markdown_table,
+    quiet_libraries,
+    resolve_dtype,
+    run_script,
+)
 
 CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
 
@@ -41,7 +50,9 @@ def build_parser() -> Parser:
     parser.add_argument("--stage_layers", default="8;22", help="layers of the two stages")
     parser.add_argument("--lm_head", default="draft", choices=["draft", "last"], help="rank that computes the logits")
     parser.add_argument("--verify_lag", type=int, default=0, choices=[0, 1], help="1: verify beside the next cycle")
-    parser.add_argument("--dtype", default="float32", choices=DTYPES, help="of target and head, in all three")
+    parser.add_argument(
+        "--dtype", type=dtype_name, default="float32", choices=DTYPES, help="of target and head, in all three"
+    )
     parser.add_argument("--max_new_tokens", type=int, default=64, help="new tokens of a prompt at most")
     parser.add_argument("--num_prompts", type=int, default=6, help="the first so many prompts")
     parser.add_argument("--rounds", type=int, default=3, help="rounds; the three take turns within each")

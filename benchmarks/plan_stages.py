@@ -53,8 +53,8 @@ from pipeline_model import (
     read_checkpoint,
 )
 from script_utils import (
-    DTYPES,
     Parser,
+    add_dtype_argument,
     atomic_open,
     git_commit,
     markdown_table,
@@ -87,7 +87,7 @@ def build_parser() -> Parser:
     times.add_argument("--spec_head_ckpt", help="head to time; unset: a random one of the two flags below")
     times.add_argument("--num_spec_layers", type=int, default=2, help="L_s")
     times.add_argument("--draft_vocab_size", type=int, default=16384, help="V_d, capped at the target's vocabulary")
-    times.add_argument("--dtype", default="auto", choices=["auto", *DTYPES], help="auto: float32 on a CPU, or bfloat16")
+    add_dtype_argument(times)
     times.add_argument("--device", default="cpu", help="auto, cpu, cuda or cuda:N")
     times.add_argument("--threads", type=int, default=2, help="CPU threads")
     times.add_argument("--context", type=int, default=512, help="tokens that stand before the one that is timed")

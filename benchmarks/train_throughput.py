@@ -39,7 +39,7 @@ from pipeline_model import (
     teacher_features,
     training_loss,
 )
-from script_utils import DTYPES, Parser, markdown_table, run_script
+from script_utils import DTYPES, Parser, dtype_name, markdown_table, run_script
 
 FORMS = ("plain", "ours", "cached")
 MEMORY_FORMS = ("plain", "ours")
@@ -50,7 +50,9 @@ def build_parser() -> Parser:
     parser.add_argument("--batch_size", type=int, default=4, help="sequences a step")
     parser.add_argument("--length", type=int, default=256, help="tokens a sequence")
     parser.add_argument("--supervised", type=float, default=0.73, help="share of supervised tokens (ShareGPT has 0.73)")
-    parser.add_argument("--autocast", default="bfloat16", choices=["none", *DTYPES], help="autocast of both forms")
+    parser.add_argument(
+        "--autocast", type=dtype_name, default="bfloat16", choices=["none", *DTYPES], help="autocast of both forms"
+    )
     parser.add_argument("--steps", type=int, default=3, help="timed steps of each form, after one warm-up")
     parser.add_argument(
         "--memory_of", choices=MEMORY_FORMS, help=argparse.SUPPRESS

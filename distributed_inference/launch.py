@@ -40,6 +40,7 @@ from pipeline_inference import (
     check_attention,
     check_length,
     check_limits,
+    check_seed,
 )
 from pipeline_model import (
     CachePlan,
@@ -53,7 +54,7 @@ from pipeline_model import (
     read_checkpoint,
     split_layers,
 )
-from script_utils import Parser, first_line, quiet_libraries, resolve_dtype
+from script_utils import Parser, first_line, quiet_libraries, resolve_dtype, show_what_can_be_shown
 
 
 class RankParser(Parser):
@@ -106,6 +107,7 @@ class Checked:
         self.sampling, self.max_new_tokens = Sampling(args.temperature, args.top_k, args.top_p), args.max_new_tokens
         check_limits(args.max_new_tokens, args.draft_top_k)
         check_attention(args.attn_implementation, args.draft_top_k)
+        check_seed(args.seed)
         for name in ("load_timeout_sec", "prefill_timeout_sec", "decode_timeout_sec"):
             if not 0 < getattr(args, name) < float("inf"):
                 raise ValueError(f"--{name} is {getattr(args, name)}: it must be a positive number of seconds")
@@ -246,6 +248,7 @@ class Script(Protocol):
 
 def run_rank(script_class: type[Script], parser: RankParser) -> NoReturn:
     """Parse, find the other ranks, load, play this rank's role, exit."""
+    show_what_can_be_shown()
     args = parser.parse_args()
     quiet_libraries()
     RankProcess(script_class(args), args, parser).run()
@@ -267,7 +270,7 @@ class RankProcess:
             self._group = self._meet()
             code = self._play()
         except ValueError as error:
-            code, message = 2, " ".join(str(error).split())
+            code, message = 2, self.parser.as_typed(str(error))
             if not speaks_for_machine():
                 message = None
         except Exception as error:  # whatever it is: no other rank may wait for this one

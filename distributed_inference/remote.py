@@ -108,7 +108,7 @@ class RemoteExecutor:
 
     def __init__(self, pipeline: Pipeline, anchors: Sequence[int] = (0,), *, verify_lag: int = 0):
         self.stage_sizes, self.anchors = pipeline.setup.layout.stage_sizes, tuple(anchors)
-        self.device = pipeline.target.device
+        self.device, self.vocab_size = pipeline.target.device, pipeline.target.config.vocab_size
         self._pipeline, self._setup, self._target = pipeline, pipeline.setup, pipeline.target
         self._last = len(self.stage_sizes) - 1
         self._captured_by = [self._setup.captured_by(stage, self.anchors) for stage in range(len(self.stage_sizes))]
@@ -157,6 +157,8 @@ class RemoteExecutor:
         return torch.stack([captured[anchor] for anchor in self.anchors], dim=1)
 
     def begin_cycle(self, position: int, entering: Sequence[Node]) -> Tensor | None:
+        if self._pipeline.running is not self:
+            raise RuntimeError("this generation cannot go on: another executor has begun one on the same ranks")
         batch = Batch(self._cycle, position, [node.row for node in entering])
         flight = None
         if entering:

@@ -44,7 +44,7 @@ CPU = torch.device("cpu")
 class CountingExecutor:
     """A pipeline that computes nothing: its target always says token 0."""
 
-    device, anchors = CPU, (0,)
+    device, anchors, vocab_size = CPU, (0,), 2
 
     def __init__(self, num_stages):
         self.stage_sizes = (1,) * num_stages

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -13,14 +14,27 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import GPT2Config, PreTrainedTokenizerFast
 
+import eval as eval_script
+import generate_training_data
 import pipeline_inference
 import timeline
+from benchmarks import colocated_speed, plan_stages
+from distributed_inference import eval_mp_pipeline_dataset, example_mp_pipeline_generate
 from pipeline_inference import Demo, Verdict, build_parser, main, text_runs
 from pipeline_model import CHECKPOINT_NAME, Target, load_head, save_head
 from script_utils import Parser, atomic_open, first_line, quiet_libraries, run_script
 from tests.tiny import CHAT_TEMPLATE, hf_greedy, save_target, spd_decoder, tiny_head, tiny_target
 from timeline import DRAFT, VERIFY, Span, Timeline, stage_row, write_trace
 
+SCRIPTS_WITH_DTYPE = {
+    pipeline_inference: ["--base_model_path", "m", "--prompt", "p"],
+    eval_script: ["--base_model_path", "m"],
+    generate_training_data: ["--model_name", "m", "--data_path", "d", "--output", "o"],
+    example_mp_pipeline_generate: ["--base_model_path", "m", "--spec_head_ckpt", "h", "--prompt", "p"],
+    eval_mp_pipeline_dataset: ["--base_model_path", "m", "--spec_head_ckpt", "h"],
+    plan_stages: ["--num_devices", "2"],
+    colocated_speed: [],
+}
 PROMPT = "w5 w17 w3"
 IDS = [5, 17, 3]
 STANDARD = re.compile(r"^\[standard\] (\d+) tokens \((\w+)\), [\d.]+ tokens/s, (\d+) cycles$", re.M)
@@ -301,17 +315,20 @@ def test_trace_counts_the_candidates_of_a_tree(files, tmp_path, capsys):
 # ---------------------------------------------------------------------------------------------------------------------
 
 BAD_FLAGS = [
-    (["--temperature", "-1"], "temperature is -1.0"),
+    (["--temperature", "-1"], "error: --temperature is -1.0"),
     (["--temperature", "nan"], "temperature is nan"),
     (["--temperature", "warm"], "invalid float value: 'warm'"),
     (["--top_p", "0"], "top_p is 0.0"),
     (["--top_p", "1.5"], "top_p is 1.5"),
     (["--top_p", "nan"], "top_p is nan"),
     (["--top_k", "-1"], "top_k is -1"),
-    (["--draft_top_k", "0"], "draft_top_k is 0"),
+    (["--draft_top_k", "0"], "error: --draft_top_k is 0"),
     (["--verify_lag", "2"], "verify_lag"),
-    (["--max_new_tokens", "0"], "max_new_tokens is 0"),
-    (["--max_new_tokens", "254"], "prompt (3 tokens) and max_new_tokens (254) pass the target's limit of 256"),
+    (["--max_new_tokens", "0"], "error: --max_new_tokens is 0"),
+    (
+        ["--max_new_tokens", "255"],
+        "--max_new_tokens is 255: with a prompt of 3 tokens, that many pass the target's limit of 256",
+    ),
     (["--device", "abacus"], "--device is 'abacus'"),
     (["--device", "cuda:99"], "--device is 'cuda:99'"),
     (["--dtype", "float8"], "float8"),
@@ -369,7 +386,7 @@ def test_bad_files_are_refused_in_one_line(files, tmp_path, capsys, monkeypatch,
 def test_flags_are_checked_before_anything_is_loaded(files, capsys, monkeypatch, flags):
     """Guards against minutes of loading before a mistyped flag is noticed."""
     message = refusal(arguments(files, *flags, "--base_model_path", str(files / "nothing")), capsys, monkeypatch)
-    assert f"{flags[0].removeprefix('--')} is " in message
+    assert f"error: {flags[0]} is " in message
 
 
 @pytest.mark.parametrize("head", [True, False])
@@ -386,7 +403,7 @@ def test_devices_that_cannot_run_a_model_are_refused(files, capsys, monkeypatch)
 
 def test_every_prompt_is_checked_before_the_first_runs(files, tmp_path, capsys, monkeypatch):
     """Guards against an hour of prompts that is lost at the last one."""
-    for flags, bad in [(["--max_new_tokens", "252"], "w1 w2 w3 w4 w5"), ([], " ")]:
+    for flags, bad in [(["--max_new_tokens", "253"], "w1 w2 w3 w4 w5"), ([], " ")]:
         argv = arguments(files, *flags, "--trace", str(tmp_path / "trace.json"), prompts=["w1", bad])
         monkeypatch.setattr(sys, "argv", ["pipeline_inference.py", *argv])
         with pytest.raises(SystemExit) as caught:
@@ -398,9 +415,9 @@ def test_every_prompt_is_checked_before_the_first_runs(files, tmp_path, capsys, 
 
 def test_just_fitting_generation_runs(files, capsys):
     """Guards against a position limit that is one off."""
-    code, out = run(capsys, files, "--max_new_tokens", "253", head=False)
+    code, out = run(capsys, files, "--max_new_tokens", "254", head=False)
     assert code == 0
-    assert STANDARD.search(out)[1] == "253"
+    assert STANDARD.search(out)[1] == "254"
 
 
 @pytest.mark.parametrize(
@@ -437,6 +454,70 @@ def test_operating_system_errors_that_are_no_path_stay_tracebacks(monkeypatch):
         run_script(defect, Parser(prog="script.py"))
 
 
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda args: print("text"),  # fails when the buffer is flushed at the end
+        lambda args: print("text" * 10_000),  # fails here
+        lambda args: print("text", flush=True),
+    ],
+    ids=["at the end", "in the middle", "flushed"],
+)
+def test_a_closed_pipe_ends_the_run_in_silence(capsys, monkeypatch, write):
+    """Guards `script.py | head` against a traceback after the last line that was read."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        monkeypatch.setattr(sys, "argv", ["script.py"])
+        with pytest.raises(SystemExit) as caught:
+            run_script(write, Parser(prog="script.py"))
+        assert caught.value.code == 128 + 13
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_pipes_that_are_not_the_output_stay_tracebacks(monkeypatch):
+    """Guards against a lost worker or rank that is taken for a reader who has seen enough."""
+
+    def defect(args):
+        raise BrokenPipeError("of a worker")
+
+    monkeypatch.setattr(sys, "argv", ["script.py"])
+    with pytest.raises(BrokenPipeError):
+        run_script(defect, Parser(prog="script.py"))
+
+
+def test_a_terminal_that_cannot_show_a_character_gets_a_question_mark(tmp_path, monkeypatch):
+    """Guards against a run that ends in the middle of its output at the first é on an ASCII terminal."""
+    with open(tmp_path / "terminal", "w", encoding="ascii") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        monkeypatch.setattr(sys, "argv", ["script.py"])
+        with pytest.raises(SystemExit) as caught:
+            run_script(lambda args: print("Hé, 好!"), Parser(prog="script.py"))
+    assert caught.value.code is None
+    assert (tmp_path / "terminal").read_text() == "H?, ?!\n"
+
+
+@pytest.mark.parametrize("flag", ["--prompt", "--base_model_path", "--trace"])
+def test_arguments_that_are_not_utf_8_are_refused(files, capsys, monkeypatch, flag):
+    """Guards against a tokenizer's TypeError after minutes of loading, and records that cannot be written."""
+    argument = os.fsdecode(b"Hello\xff")
+    message = refusal(arguments(files, flag, argument), capsys, monkeypatch)
+    assert message == (
+        "pipeline_inference.py: error: the argument 'Hello\\udcff' is not UTF-8: give it as text in UTF-8\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("bf16", "bfloat16"), ("fp16", "float16"), ("half", "float16"), ("fp32", "float32")]
+)
+def test_data_types_have_short_names(name, dtype):
+    """Guards command lines of the paper's repository, in every script that has --dtype."""
+    for script, flags in SCRIPTS_WITH_DTYPE.items():
+        args = script.build_parser().parse_args([*flags, "--dtype", name])
+        assert args.dtype == dtype
+
+
 def test_the_hub_does_not_speak_of_its_retries():
     """Guards the one line about a model that cannot be found: the hub warns ten times before it gives up."""
     hub = logging.getLogger("huggingface_hub")
@@ -452,7 +533,7 @@ def test_exit_code_of_the_real_process(files):
     done = subprocess.run([sys.executable, str(script), *argv], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
-        "pipeline_inference.py: error: temperature is -1.0: it must be 0 (greedy) or a positive number"
+        "pipeline_inference.py: error: --temperature is -1.0: it must be 0 (greedy) or a positive number"
     ]
     assert done.stdout == ""
 

@@ -643,8 +643,8 @@ BAD_FLAGS = [
     (["--data_dir", "/nowhere"], "no data set 'first'"),
     (["--prompts_per_dataset", "0"], "--prompts_per_dataset is 0"),
     (
-        ["--max_new_tokens", "251"],
-        "(question_id 2): prompt (6 tokens) and max_new_tokens (251) pass the target's limit",
+        ["--max_new_tokens", "252"],
+        "(question_id 2): --max_new_tokens is 252: with a prompt of 6 tokens, that many pass the target's limit",
     ),
     (["--max_new_tokens", "0"], "max_new_tokens is 0"),
     (["--temperature", "0", "-1"], "temperature is -1.0"),

@@ -11,17 +11,9 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from chat_template import RAW_TEMPLATE, template_of
 from conversation_sources import SkipRecord
 from script_utils import first_line
-
-# For tokenizers without a chat template. The space in front of a reply is the assistant's, as byte-level BPE wants it.
-FALLBACK_TEMPLATE = (
-    "{% for message in messages %}"
-    "{% if message.role == 'assistant' %}Assistant:"
-    "{% generation %} {{ message.content }}{{ eos_token }}{% endgeneration %}"
-    "{% else %}{{ message.role | capitalize }}: {{ message.content }}{% endif %}{{ '\n\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"
-)
 
 
 @dataclass(frozen=True)
@@ -74,16 +66,15 @@ class ChatFormat:
     Raises ValueError when the template cannot render one question and its answer.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, enable_thinking: bool = False):
         if not tokenizer.is_fast:
             raise ValueError(
                 f"tokenizer {tokenizer.name_or_path!r} has no tokenizer.json: a fast tokenizer is needed for offsets"
             )
         self.tokenizer = tokenizer
-        self.template = tokenizer.get_chat_template() if tokenizer.chat_template else FALLBACK_TEMPLATE
-        self.variables = dict(tokenizer.special_tokens_map)
-        if not tokenizer.chat_template and adds_bos(tokenizer):
-            self.template = "{{ bos_token }}" + FALLBACK_TEMPLATE
+        self.template = template_of(tokenizer)
+        self.adds_special_tokens = self.template == RAW_TEMPLATE  # of encoding: other templates write them
+        self.variables = dict(tokenizer.special_tokens_map) | {"enable_thinking": enable_thinking}
         self.marks_generation = re.search(r"\{%-?\s*generation\s*-?%\}", self.template) is not None
         self.skeleton = lru_cache(maxsize=4096)(self._skeleton)
         try:
@@ -189,8 +180,3 @@ class ChatFormat:
             end = turn.rfind(self.end_of_turn, len(prompt)) if self.end_of_turn else -1
             spans.append((len(prompt), len(turn) if end < 0 else end + len(self.end_of_turn)))
         return spans
-
-
-def adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether plain encoding puts BOS in front."""
-    return tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]

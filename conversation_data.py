@@ -89,6 +89,7 @@ class Options:
     overflow: str = "truncate"  # one of OVERFLOW_POLICIES
     min_length: int = 2  # tokens; shorter examples are left out
     mask_assistant: bool = True  # supervise assistant text only; False: every token
+    enable_thinking: bool = False  # for chat templates that have this switch
 
     def __post_init__(self):
         if self.overflow not in OVERFLOW_POLICIES:
@@ -205,7 +206,7 @@ class ChunkEncoder:
     """Turns a chunk of (example_id, turns) into a record batch of examples and its counters."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Options):
-        self.chat = ChatFormat(tokenizer)
+        self.chat = ChatFormat(tokenizer, options.enable_thinking)
         self.tokenizer = tokenizer
         self.options = options
 
@@ -247,8 +248,9 @@ class ChunkEncoder:
         if not rendered:
             return
         example_ids, texts, spans = zip(*rendered, strict=True)
-        # The template wrote BOS and all other special tokens; adding them again would double them.
-        encoded = self.tokenizer(list(texts), add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        # A template writes BOS and all other special tokens; adding them again would double them.
+        special = self.chat.adds_special_tokens
+        encoded = self.tokenizer(list(texts), add_special_tokens=special, return_offsets_mapping=True, verbose=False)
         for index, example_id in enumerate(example_ids):
             ids = np.asarray(encoded["input_ids"][index], dtype=np.int32)
             if self.options.mask_assistant:
@@ -365,6 +367,7 @@ def load_conversations(
     overflow: str = "truncate",
     min_length: int = 2,
     mask_assistant: bool = True,
+    enable_thinking: bool = False,
     val_fraction: float = 0.0,
     seed: int = 0,
     num_proc: int = 1,
@@ -374,7 +377,7 @@ def load_conversations(
     """Reads, repairs and tokenises conversations; the rows lie in an Arrow file and are mapped, not loaded.
 
     data_path: files, directories and hub data sets, mixed in the order given.
-    max_length, overflow, min_length, mask_assistant: see `Options`; lengths in tokens.
+    max_length, overflow, min_length, mask_assistant, enable_thinking: see `Options`; lengths in tokens.
     val_fraction: share of the conversations (not of pieces) held out. Which ones depends only on `seed`, file name and
         record index, so runs with another tokenizer, length or folder hold out (nearly) the same ones.
     num_proc: processes that tokenise; the rows do not depend on it.
@@ -386,7 +389,7 @@ def load_conversations(
     Raises OSError for a source that is missing or cannot be loaded, ValueError for an option out of range, a file of
     unknown form, and data without one usable conversation; always one line.
     """
-    options = Options(max_length, overflow, min_length, mask_assistant)
+    options = Options(max_length, overflow, min_length, mask_assistant, enable_thinking)
     if not 0.0 <= val_fraction < 1.0:
         raise ValueError(f"val_fraction is {val_fraction}; it has to lie in [0, 1)")
     if num_proc < 1:

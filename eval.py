@@ -19,6 +19,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from chat_template import add_template_flags
 from evaluation_data import digest_prompts
 from evaluation_files import RowLog, read_summaries
 from evaluation_methods import METHODS
@@ -42,11 +43,10 @@ def build_parser() -> Parser:
     model.add_argument("--attn_implementation", default="sdpa", choices=ATTN_IMPLEMENTATIONS, help="attention kernels")
     model.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
     data = parser.add_argument_group("data")
-    data.add_argument("--data_dir", type=Path, default=Path(__file__).parent / "eval_data", help="folder of data sets")
+    data.add_argument("--data_dir", type=Path, default=Path(__file__).parent / "eval_data", help="data sets")
     data.add_argument("--datasets", nargs="+", help="folders there; unset: the official sets, or else the demo's")
     data.add_argument("--prompts_per_dataset", type=int, help="the first so many prompts of each; unset: all")
-    data.add_argument("--no_chat_template", "--no-chat_template", action="store_true", help="send prompts raw")
-    data.add_argument("--enable_thinking", action=BooleanOptionalAction, help="unset: as the chat template has it")
+    add_template_flags(data)
     decoding = parser.add_argument_group("decoding (* takes several values: one run for every combination)")
     decoding.add_argument("--max_new_tokens", type=int, default=512, help="new tokens at most")
     decoding.add_argument("--temperature", type=float, nargs="+", default=[0.0], help="* 0: greedy")

@@ -17,6 +17,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from pipeline_inference import check_length, encode_prompt
+from script_utils import read_text
 
 QUESTION_FILE = "question.jsonl"
 OFFICIAL_SETS = ("mt_bench", "gsm8k", "humaneval")  # in the order of the paper's tables
@@ -89,7 +90,7 @@ def read_questions(data_dir: Path, name: str, limit: int | None = None) -> list[
     questions: list[Question] = []
     lines_of: dict[str, int] = {}
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_text(path).split("\n")  # not splitlines: a text may have U+2028 or U+0085 in it
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{str(path)!r} cannot be read ({error})") from None
     for number, line in enumerate(lines, start=1):
@@ -131,19 +132,21 @@ def encode_questions(
     questions: Iterable[Question],
     tokenizer: PreTrainedTokenizerBase,
     *,
-    chat_template: bool,
-    enable_thinking: bool | None,
+    enable_thinking: bool,
     max_new_tokens: int,
     max_positions: int,
 ) -> list[Sample]:
     """Token ids of every question. ValueError names one whose prompt leaves no room for `max_new_tokens`."""
     samples = []
     for question in questions:
-        ids = encode_prompt(tokenizer, question.prompt, chat_template=chat_template, enable_thinking=enable_thinking)
+        where = f"data set {question.dataset!r}, line {question.line} (question_id {question.question_id})"
+        try:
+            ids = encode_prompt(tokenizer, question.prompt, enable_thinking=enable_thinking)
+        except ValueError as error:  # a template that refuses it
+            raise ValueError(f"{where}: {error}") from None
         try:
             check_length(len(ids), max_new_tokens, max_positions)
         except ValueError as error:
-            where = f"data set {question.dataset!r}, line {question.line} (question_id {question.question_id})"
             raise ValueError(f"{where}: --{error}") from None
         samples.append(Sample(question.dataset, question.question_id, question.category, tuple(ids)))
     return samples

@@ -17,6 +17,7 @@ import transformers
 from transformers import PreTrainedTokenizerBase
 
 from baselines.prompt_lookup import check_prompt_lookup
+from chat_template import check_template_flags, template_setting, use_template
 from evaluation_data import Sample, choose_data_sets, encode_questions, read_questions
 from evaluation_files import (
     RowLog,
@@ -98,8 +99,7 @@ def check_flags(args: argparse.Namespace) -> None:
         check_attention(args.attn_implementation, width)
     if args.prompts_per_dataset is not None and args.prompts_per_dataset < 1:
         raise ValueError(f"--prompts_per_dataset is {args.prompts_per_dataset}: it must be at least 1")
-    if args.no_chat_template and args.enable_thinking is not None:
-        raise ValueError("--enable_thinking is a setting of the chat template: it cannot go with --no_chat_template")
+    check_template_flags(args)
     if args.force_baseline_recompute and (args.resume or not args.baseline):
         other = "--resume would mix two baselines in one run" if args.resume else "--no-baseline leaves nothing to do"
         raise ValueError(f"--force_baseline_recompute with {other}: drop one of the two")
@@ -170,15 +170,10 @@ class Planner:
         if args.method == "prompt_lookup":
             check_prompt_lookup(self.config)
         self.tokenizer = load_tokenizer(args.base_model_path, args.trust_remote_code)
-        self.chat_template = bool(self.tokenizer.chat_template) and not args.no_chat_template
-        if args.enable_thinking is not None and not self.chat_template:
-            raise ValueError(
-                f"--enable_thinking needs a chat template: the tokenizer of {args.base_model_path!r} has none"
-            )
+        use_template(self.tokenizer, args)
         self.samples = encode_questions(
             questions,
             self.tokenizer,
-            chat_template=self.chat_template,
             enable_thinking=args.enable_thinking,
             max_new_tokens=args.max_new_tokens,
             max_positions=self.config.max_position_embeddings,
@@ -216,7 +211,7 @@ class Planner:
             "device": device_name(torch.device(self.devices[0]), self.options.threads),
             "dtype": str(self.options.dtype).removeprefix("torch."),
             "attn_implementation": args.attn_implementation,
-            "chat_template": self.chat_template,
+            "chat_template": template_setting(args),
             "enable_thinking": args.enable_thinking,
             "max_new_tokens": args.max_new_tokens,
             "top_k": args.top_k,

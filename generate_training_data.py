@@ -24,6 +24,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from chat_format import ChatFormat
+from chat_template import add_template_flags, check_template_flags, use_template
 from conversation_data import first_prompt
 from conversation_sources import Counters, SkipRecord, find_sources, read_turns
 from pipeline_inference import Sampling, load_tokenizer
@@ -40,8 +41,9 @@ from script_utils import (
 )
 
 SORTED_BATCHES = 16  # batches whose prompts are sorted by length together: little padding, still a random order
+# What the lines of the output depend on.
 SETTINGS = ("model_name", "data_path", "temperature", "top_k", "top_p", "max_new_tokens", "max_prompt_tokens")
-SETTINGS += ("max_prompts", "batch_size", "seed", "dtype")  # what the lines of the output depend on
+SETTINGS += ("max_prompts", "batch_size", "seed", "dtype", "enable_thinking", "chat_template", "no_chat_template")
 
 
 def build_parser() -> Parser:
@@ -54,6 +56,7 @@ def build_parser() -> Parser:
 
     data = parser.add_argument_group("data")
     data.add_argument("--data_path", required=True, action="append", help="file, folder or hub id:split; repeatable")
+    add_template_flags(data)
     data.add_argument("--output", type=Path, required=True, help="jsonl file to write, or to go on with")
     data.add_argument("--max_prompts", type=int, help="prompts, drawn at random; default: all")
     data.add_argument("--max_prompt_tokens", type=int, default=512, help="longer prompts are left out")
@@ -73,6 +76,7 @@ def check(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name} is {value}: give at least 1")
+    check_template_flags(args)
     Sampling(args.temperature, args.top_k, args.top_p)  # ValueError for what no sampling can be
     if args.output.suffix != ".jsonl":
         raise ValueError(f"--output is {str(args.output)!r}: name a .jsonl file, which train.py reads")
@@ -84,7 +88,7 @@ def read_prompts(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -
         sources = find_sources(args.data_path)
     except OSError as error:
         raise ValueError(f"--data_path: {error}") from None
-    chat, counters, prompts = ChatFormat(tokenizer), Counters(), []
+    chat, counters, prompts = ChatFormat(tokenizer, args.enable_thinking), Counters(), []
     for source in sources:
         for record, turns in read_turns(source, counters):
             try:
@@ -96,7 +100,7 @@ def read_prompts(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -
             if len(text) > 16 * args.max_prompt_tokens:  # not worth tokenising
                 counters.skipped["prompt too long"] += 1
                 continue
-            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+            ids = tokenizer(text, add_special_tokens=chat.adds_special_tokens)["input_ids"]
             if len(ids) > args.max_prompt_tokens:
                 counters.skipped["prompt too long"] += 1
                 continue
@@ -184,6 +188,7 @@ def main(args: argparse.Namespace) -> None:
     quiet_libraries()
     check(args)
     device, tokenizer = resolve_device(args.device), load_tokenizer(args.model_name)
+    use_template(tokenizer, args)
     prompts = read_prompts(args, tokenizer)
     batches = plan_batches([len(ids) for _, _, ids in prompts], args)
     done = batches_done(args, batches)

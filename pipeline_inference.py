@@ -32,6 +32,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+from jinja2 import TemplateError
 from torch import Tensor
 from transformers import (
     AutoTokenizer,
@@ -42,6 +43,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from chat_template import RAW_TEMPLATE, add_template_flags, check_template_flags, template_of, use_template
 from pipeline_model import (
     ATTN_IMPLEMENTATIONS,
     CachePlan,
@@ -57,6 +59,7 @@ from pipeline_model import (
 from script_utils import (
     Parser,
     add_dtype_argument,
+    first_line,
     is_text,
     quiet_libraries,
     resolve_device,
@@ -999,7 +1002,7 @@ def add_model_arguments(parser: Parser) -> argparse._ArgumentGroup:
 def add_decoding_arguments(parser: Parser) -> argparse._ArgumentGroup:
     """The flags of one decoding, beside its prompt. Returns the group of those about the pipeline."""
     text = parser.add_argument_group("text")
-    text.add_argument("--chat_template", action=BooleanOptionalAction, default=True, help="send prompts as a user turn")
+    add_template_flags(text)
     text.add_argument("--max_new_tokens", type=int, default=100, help="new tokens at most")
     sampling = parser.add_argument_group("sampling (neutral by default; the same with and without a head)")
     sampling.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
@@ -1021,7 +1024,9 @@ def build_parser() -> Parser:
     model.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     pipeline = add_decoding_arguments(parser)
     pipeline.add_argument("--trace", metavar="FILE", help="write a Chrome/Perfetto trace of the pipeline")
-    parser.add_argument("--prompt", nargs="+", action="extend", required=True, help="one or more prompts; repeatable")
+    parser.add_argument(
+        "--prompt", type=str, nargs="+", action="extend", required=True, help="one or more prompts; repeatable"
+    )
     return parser
 
 
@@ -1031,6 +1036,7 @@ class Demo:
     def __init__(self, args: argparse.Namespace):
         sampling = Sampling(args.temperature, args.top_k, args.top_p)
         check_limits(args.max_new_tokens, args.draft_top_k)
+        check_template_flags(args)
         device = resolve_device(args.device)
         dtype = resolve_dtype(args.dtype, device)
         check_attention(args.attn_implementation, args.draft_top_k)
@@ -1049,6 +1055,7 @@ class Demo:
             trust_remote_code=args.trust_remote_code,
         )
         self.tokenizer = load_tokenizer(args.base_model_path, args.trust_remote_code)
+        use_template(self.tokenizer, args)
         self.color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
         shared = {
             "sampling": sampling,
@@ -1073,7 +1080,7 @@ class Demo:
             self.spec_layers = config.num_spec_layers
 
     def encode(self, prompt: str) -> list[int]:
-        return encode_prompt(self.tokenizer, prompt, chat_template=self.args.chat_template)
+        return encode_prompt(self.tokenizer, prompt, enable_thinking=self.args.enable_thinking)
 
     def run(self) -> int:
         """Print every prompt's generations; write the trace. Exit code 1 if a float32 greedy pipeline differs."""
@@ -1188,18 +1195,23 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
 
 
 def encode_prompt(
-    tokenizer: PreTrainedTokenizerBase, prompt: str, *, chat_template: bool = True, enable_thinking: bool | None = None
+    tokenizer: PreTrainedTokenizerBase, prompt: str, *, chat_template: bool = True, enable_thinking: bool = False
 ) -> list[int]:
-    """Token ids of a prompt, as a user's turn where the tokenizer has a chat template. ValueError when empty.
+    """Token ids of a prompt, as a user's turn, or as it is without `chat_template`.
 
-    enable_thinking is passed to the chat template; None leaves it to the template.
+    The turn is in the tokenizer's chat template, or in the plain one where it has none, as in training;
+    `enable_thinking` is for templates that have this switch. ValueError for an empty prompt, and for one that the
+    template refuses.
     """
     if not isinstance(prompt, str) or not is_text(prompt):
         raise ValueError(f"the prompt is {prompt!r}: give a text that UTF-8 can write")
-    if chat_template and tokenizer.chat_template and prompt.strip():
+    if chat_template and prompt.strip() and tokenizer.chat_template != RAW_TEMPLATE:
         turn = [{"role": "user", "content": prompt}]
-        settings = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
-        encoded = tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=True, **settings)
+        settings = {"chat_template": template_of(tokenizer), "enable_thinking": enable_thinking}
+        try:
+            encoded = tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=True, **settings)
+        except (TemplateError, TypeError) as error:
+            raise ValueError(f"the chat template cannot render the prompt: {first_line(error)}") from None
         return encoded["input_ids"]
     ids = tokenizer(prompt)["input_ids"]
     if not prompt.strip() or not ids:

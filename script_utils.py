@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import codecs
 import io
 import json
 import os
@@ -28,10 +29,16 @@ RECORDED_PACKAGES = ("torch", "transformers", "accelerate", "datasets", "numpy")
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line on stderr, exit code 2, and whose help shows defaults."""
+    """An argument parser whose errors are one line on stderr, exit code 2, and whose help shows defaults.
+
+    An empty value is refused, since an unset shell variable gives one and Path("") is the current folder. A flag for
+    which it means something has `type=str`.
+    """
 
     def __init__(self, **kwargs: Any):
         super().__init__(formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False, **kwargs)
+        self.register("type", None, not_empty)
+        self.register("type", Path, lambda text: Path(not_empty(text)))
 
     def parse_known_args(
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -78,6 +85,13 @@ def add_dtype_argument(group: argparse._ArgumentGroup) -> None:
         choices=["auto", *DTYPES],
         help="auto: float32 on a CPU, or bfloat16; fp32, bf16, fp16 and half work, too",
     )
+
+
+def not_empty(text: str) -> str:
+    """An argparse type: text as typed, unless there is none."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("the value is empty (an unset shell variable?)")
+    return text
 
 
 def run_script(main: Callable[[argparse.Namespace], int | None], parser: Parser) -> NoReturn:
@@ -170,6 +184,20 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 def first_line(error: Exception, most: int = 200) -> str:
     """The first line of an error's message, at most so many characters; the class name where there is no message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:most]
+
+
+def text_encoding(start: bytes) -> str:
+    """The encoding of a JSON text by its first four bytes; a byte order mark stays in the text, as U+FEFF."""
+    name = json.detect_encoding(start[:4]).removesuffix("-sig")
+    if name in ("utf-16", "utf-32"):
+        name += "-le" if start.startswith(codecs.BOM_UTF16_LE) else "-be"
+    return name
+
+
+def read_text(path: str | Path) -> str:
+    """A text file in UTF-8, UTF-16 or UTF-32, without its byte order mark. UnicodeDecodeError for anything else."""
+    content = Path(path).read_bytes()
+    return content.decode(text_encoding(content)).removeprefix("\ufeff")
 
 
 @contextmanager

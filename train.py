@@ -41,6 +41,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerBase
 
+from chat_template import add_template_flags, check_template_flags, use_template
 from conversation_data import OVERFLOW_POLICIES, ConversationData, PadCollator, load_conversations
 from feature_cache import FeatureCache
 from optimizers import SCHEDULES, build_optimizers, lr_factor, scale_lr
@@ -67,7 +68,14 @@ from pipeline_model import (
     teacher_features,
     training_loss,
 )
-from script_utils import Parser, first_line, quiet_libraries, run_record, run_script, write_json
+from script_utils import (
+    Parser,
+    first_line,
+    quiet_libraries,
+    run_record,
+    run_script,
+    write_json,
+)
 from training_state import (
     LOG_NAME,
     DataOrder,
@@ -145,6 +153,7 @@ def add_target_flags(parser: Parser, attention: Sequence[str]) -> None:
 def add_data_flags(parser: Parser) -> None:
     data = parser.add_argument_group("data")
     data.add_argument("--data_path", required=True, action="append", help="file, folder or hub id:split; repeatable")
+    add_template_flags(data)
     data.add_argument("--max_length", type=number(int, 2), default=2048, help="tokens of an example at most")
     data.add_argument(
         "--max_length_overflow", default="truncate", choices=OVERFLOW_POLICIES, help="what happens to longer ones"
@@ -176,11 +185,15 @@ def add_head_flags(parser: Parser) -> None:
         "--version", type=int, default=11, choices=[10, 11], help="of the head; 12 is 11 with --stage_layers"
     )
     head.add_argument("--stage_layers", help='uneven split, layers per stage: "4;6;6;4"')
-    head.add_argument("--aggr_feature_bound", default="auto", help='layers whose output the head reads: "0,5,15,29"')
+    head.add_argument(
+        "--aggr_feature_bound", type=str, default="auto", help='layers whose output the head reads: "0,5,15,29"'
+    )
     head.add_argument(
         "--shallow_hidden_layer_indices", default="auto", help='version 10: what g_n, .., g_1 read: "0,1,3;0,1,2;0,1"'
     )
-    head.add_argument("--draft_vocab_json", help="list by draft_vocab/build_draft_vocab.py; default: full vocabulary")
+    head.add_argument(
+        "--draft_vocab_json", type=str, help="list by draft_vocab/build_draft_vocab.py; default: full vocabulary"
+    )
     head.add_argument("--spec_init_from_base_layers", type=integers, help="target layers (1 ..) to start from: 14,15")
     head.add_argument("--init_head", help="checkpoint whose weights to start from, for more training on other data")
     head.add_argument(
@@ -787,6 +800,7 @@ def load_data(
                 seed=args.seed,
                 num_proc=args.num_proc,
                 cache_dir=args.cache_dir,
+                enable_thinking=args.enable_thinking,
                 verbose=accelerator.is_main_process,
             )
         except OSError as error:
@@ -797,6 +811,7 @@ def main(args: argparse.Namespace) -> int:
     """Train; returns the exit code of `Trainer.run`. ValueError, in one line, for what the user has to mend."""
     quiet_libraries()
     check_launch(args)
+    check_template_flags(args)
     check_head_flags(args)
     config_of_target = target_config(args)
     config = head_config(args, config_of_target)
@@ -818,6 +833,7 @@ def run_training(
     """Data, target, head, and the run; returns its exit code. `make_loss` makes the head and its loss."""
     checkpoint = find_checkpoint(args.resume_from, args.output_dir)
     tokenizer = load_tokenizer(args.model_name, args.trust_remote_code)
+    use_template(tokenizer, args)
     if len(tokenizer) > config_of_target.vocab_size:
         raise ValueError(f"the tokenizer has {len(tokenizer)} tokens, the target only {config_of_target.vocab_size}")
 

@@ -36,7 +36,6 @@ def build_parser() -> RankParser:
     data.add_argument("--data_dir", type=Path, default=Path(__file__).parents[1] / "eval_data", help="data sets")
     data.add_argument("--datasets", nargs="+", help="folders there; unset: the official sets, or else the demo's")
     data.add_argument("--prompts_per_dataset", type=int, help="the first so many prompts of each; unset: all")
-    data.add_argument("--enable_thinking", action=BooleanOptionalAction, help="unset: as the chat template has it")
     run = parser.add_argument_group("run")
     run.add_argument("--output_dir", type=Path, default=Path("eval_output"), help="folder of raw/ and summary/")
     run.add_argument("--resume", action="store_true", help="go on with the run in the output folder")
@@ -55,7 +54,6 @@ def evaluation_arguments(args: argparse.Namespace, checked: Checked) -> argparse
         "temperature": [args.temperature],
         "draft_top_k": [args.draft_top_k],
         "num_stages": None if args.num_stages is None else [args.num_stages],
-        "no_chat_template": not args.chat_template,
     }
     return argparse.Namespace(**vars(evaluation.build_parser().parse_args(required)) | vars(args) | ours)
 

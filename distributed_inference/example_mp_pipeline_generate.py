@@ -14,6 +14,7 @@ from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from chat_template import use_template
 from distributed_inference.cycle_profile import Cycle, cycles, write_reports
 from distributed_inference.launch import Checked, Lead, RankParser, add_arguments, run_rank
 from pipeline_inference import encode_prompt, load_tokenizer, result_line
@@ -22,7 +23,9 @@ from timeline import stage_row
 
 def build_parser() -> RankParser:
     parser = RankParser(description="Speculative pipeline decoding with a rank a stage; start it with torchrun.")
-    parser.add_argument("--prompt", nargs="+", action="extend", required=True, help="one or more prompts; repeatable")
+    parser.add_argument(
+        "--prompt", type=str, nargs="+", action="extend", required=True, help="one or more prompts; repeatable"
+    )
     add_arguments(parser)
     return parser
 
@@ -38,8 +41,10 @@ class Example:
     def prepare(self, checked: Checked) -> None:
         args = self.args
         self.tokenizer = load_tokenizer(args.base_model_path, args.trust_remote_code)
+        use_template(self.tokenizer, args)
         self.prompts = [
-            (prompt, encode_prompt(self.tokenizer, prompt, chat_template=args.chat_template)) for prompt in args.prompt
+            (prompt, encode_prompt(self.tokenizer, prompt, enable_thinking=args.enable_thinking))
+            for prompt in args.prompt
         ]
         for _, ids in self.prompts:
             checked.check_prompt(ids)

@@ -79,7 +79,7 @@ def add_arguments(parser: Parser) -> None:
     ranks.add_argument("--num_stages", type=int, help="n, for a head trained for several; unset: the head's")
     ranks.add_argument("--stage_layers", help='another split than the head\'s, "8;22": exact, but fewer drafts fit')
     ranks.add_argument("--colocate_draft", action="store_true", help="rank 0 runs the first stage, too: n ranks")
-    ranks.add_argument("--rank_gpus", help='GPU of each rank, "0,1,2", or cpu; unset: LOCAL_RANK, or the CPU')
+    ranks.add_argument("--rank_gpus", type=str, help='GPU of each rank: "0,1,2", or cpu; unset: LOCAL_RANK, or CPU')
     ranks.add_argument("--dist_backend", choices=["nccl", "gloo"], help="payloads; unset: nccl on GPUs, gloo on CPUs")
     ranks.add_argument("--lm_head", default="draft", choices=LM_HEAD_PLACES, help="rank that computes the logits")
     ranks.add_argument("--compile", action="store_true", help="compiled stages, on GPUs with CUDA graphs")

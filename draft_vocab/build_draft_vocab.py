@@ -19,6 +19,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from chat_format import ChatFormat
+from chat_template import add_template_flags, use_template
 from conversation_data import IGNORE_INDEX, load_conversations
 from script_utils import Parser, atomic_open, first_line, run_script
 
@@ -110,6 +111,7 @@ def main(args: argparse.Namespace) -> None:
         raise ValueError(f"--size is {args.size}; it has to be at least 1")
     name = public_name(args)
     tokenizer = load_tokenizer(args)
+    use_template(tokenizer, args)
     vocab_size = args.vocab_size or len(tokenizer)
     try:
         data = load_conversations(
@@ -121,6 +123,7 @@ def main(args: argparse.Namespace) -> None:
             seed=args.seed,
             num_proc=args.num_proc,
             cache_dir=args.cache_dir,
+            enable_thinking=args.enable_thinking,
         )
     except OSError as error:
         raise ValueError(str(error)) from error
@@ -173,6 +176,7 @@ def build_parser() -> Parser:
         default=True,
         help="count what the assistant writes only, not every token",
     )
+    add_template_flags(source)
     source.add_argument("--num_proc", type=int, default=1, help="processes that tokenise")
     source.add_argument("--cache_dir", help="folder of the tokenised data (default: inside the cache of datasets)")
     result = parser.add_argument_group("list")

@@ -14,6 +14,7 @@ from pathlib import Path
 import datasets
 import pytest
 
+from chat_template import RAW_TEMPLATE
 from evaluation_data import (
     MORE_SETS,
     OFFICIAL_SETS,
@@ -134,36 +135,40 @@ class WordTokenizer:
     def __call__(self, text):
         return {"input_ids": [len(word) for word in text.split()]}
 
-    def apply_chat_template(self, turns, *, add_generation_prompt, return_dict, enable_thinking="unset"):
+    def get_chat_template(self):
+        return self.chat_template
+
+    def apply_chat_template(self, turns, *, chat_template, add_generation_prompt, return_dict, enable_thinking):
+        assert chat_template == "yes"
         assert add_generation_prompt
         assert return_dict
         assert [turn["role"] for turn in turns] == ["user"]
-        marks = {"unset": 100, True: 101, False: 102}
-        return {"input_ids": [marks[enable_thinking], *self(turns[0]["content"])["input_ids"]]}
+        return {"input_ids": [101 if enable_thinking else 102, *self(turns[0]["content"])["input_ids"]]}
 
 
 @pytest.mark.parametrize(
     ("template", "thinking", "expected"),
-    [(True, None, (100, 1, 6)), (True, True, (101, 1, 6)), (True, False, (102, 1, 6)), (False, None, (1, 6))],
+    [("yes", True, (101, 1, 6)), ("yes", False, (102, 1, 6)), (RAW_TEMPLATE, False, (1, 6))],
 )
 def test_prompts_are_encoded_as_asked(template, thinking, expected):
     """Guards against a template or a thinking switch that does not reach the tokenizer, or is set when it is not."""
-    settings = {"chat_template": template, "enable_thinking": thinking, "max_new_tokens": 4}
-    question = Question("mine", 1, "chat", "a prompt", 12)
-    (sample,) = encode_questions([question], WordTokenizer(), max_positions=100, **settings)
+    settings = {"enable_thinking": thinking, "max_new_tokens": 4}
+    question, tokenizer = Question("mine", 1, "chat", "a prompt", 12), WordTokenizer()
+    tokenizer.chat_template = template
+    (sample,) = encode_questions([question], tokenizer, max_positions=100, **settings)
     assert sample.prompt_ids == expected
     assert sample.key == ("mine", "1")
     limit = len(expected) + 4
-    encode_questions([question], WordTokenizer(), max_positions=limit - 1, **settings)
+    encode_questions([question], tokenizer, max_positions=limit - 1, **settings)
     with pytest.raises(
         ValueError, match=rf"data set 'mine', line 12 \(question_id 1\): .* prompt of {limit - 4} tokens"
     ):
-        encode_questions([question], WordTokenizer(), max_positions=limit - 2, **settings)
+        encode_questions([question], tokenizer, max_positions=limit - 2, **settings)
 
 
 def test_digest_changes_with_any_prompt():
     """Guards against resuming on data that was edited."""
-    settings = {"chat_template": False, "enable_thinking": None, "max_new_tokens": 4, "max_positions": 100}
+    settings = {"enable_thinking": False, "max_new_tokens": 4, "max_positions": 100}
 
     def digest_of(*prompts):
         questions = [Question("mine", index, "chat", prompt, index) for index, prompt in enumerate(prompts)]

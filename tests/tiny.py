@@ -204,6 +204,7 @@ def oracle(sequence: Sequence[int], *, rank: Callable[[int], int] = lambda posit
     return choose
 
 
+RAW_TURNS = "{% for m in messages %}{{ m.content }}{% endfor %}"  # a template that adds nothing to a prompt
 CHAT_TEMPLATE = "{% for m in messages %}w1 {{ m.content }} w2{% endfor %}"
 
 
@@ -212,7 +213,7 @@ def save_target(
     family: str = "llama",
     *,
     generation_fields: Mapping | None = None,
-    chat_template: str | None = None,
+    chat_template: str | None = RAW_TURNS,
     **kwargs,
 ) -> PreTrainedModel:
     """A tiny target with a word-by-word tokenizer ("w0 w1 ..."), saved as users have them: a folder."""

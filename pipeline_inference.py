@@ -373,7 +373,7 @@ class LocalExecutor:
         self.caches = [stage.new_cache(plan) for stage in self.stages]
         self._inputs = [None] * len(self.stages)
         self._timeline = timeline
-        self._tree_mask = TreeMask(plan, self.device) if plan.tree else None
+        self._tree_mask = TreeMask(plan, self.device, self.target.window) if plan.tree else None
         if plan.tree:
             self._tree_mask.start(len(prompt), root)
         tokens = torch.tensor(prompt, device=self.device)
@@ -684,10 +684,11 @@ def token_ids(prompt: Sequence[int] | Tensor | np.ndarray, vocab_size: int) -> l
     return ids.tolist()
 
 
-def check_attention(attn_implementation: str, draft_top_k: int) -> None:
-    """ValueError for attention kernels that cannot run a draft tree."""
-    if attn_implementation.startswith("flash") and draft_top_k > 1:
-        raise ValueError(f"--draft_top_k {draft_top_k} needs masks that flash attention lacks: use sdpa")
+def check_attention(attn_implementation: str, draft_top_k: int, compiled: bool = False) -> None:
+    """ValueError for attention kernels that cannot run a draft tree, or compiled stages, which have a tree's masks."""
+    if attn_implementation.startswith("flash") and (draft_top_k > 1 or compiled):
+        flag = f"--draft_top_k {draft_top_k}" if draft_top_k > 1 else "--compile"
+        raise ValueError(f"{flag} needs masks that flash attention lacks: use --attn_implementation sdpa")
 
 
 class Decoder:

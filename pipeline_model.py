@@ -52,7 +52,9 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer
 from script_utils import atomic_open, first_line
 
 CHECKPOINT_NAME = "speculation_head_final.pt"
-SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_5_text", "qwen3_5_moe_text")
+SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "qwen3_5_text", "qwen3_5_moe_text")
+# Families with sliding attention windows: `layer_types` says which layers have one, or all do.
+WINDOWS_BY_LAYER, WINDOWS_EVERYWHERE = ("qwen2", "qwen3"), ("mistral", "qwen3_moe")
 ATTN_IMPLEMENTATIONS = ("sdpa", "eager", "flash_attention_2")
 # Rotary embeddings whose frequencies depend on the running length cannot be tabulated once per position.
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -399,6 +401,7 @@ class NodeBatch(NamedTuple):
     parents: Tensor  # [w] node ids of the parents
     slots: Tensor | None = None  # [w] KV slots; None in a chain, where the slot is the position
     mask: Tensor | None = None  # [w, used] bool, the KV slots each node sees; None in a chain: all up to its own
+    window_mask: Tensor | None = None  # [w, used] bool, those within the window; None where the target has no window
 
     @classmethod
     def of(cls, position: int, rows: Sequence[NodeRow], device: torch.device) -> NodeBatch:
@@ -416,7 +419,25 @@ class NodeBatch(NamedTuple):
             self.parents[rows],
             None if self.slots is None else self.slots[rows],
             None if self.mask is None else self.mask[rows],
+            None if self.window_mask is None else self.window_mask[rows],
         )
+
+    def tensors(self) -> list[Tensor]:
+        """What stages read of it, on the device."""
+        fields = (self.nodes, self.parents, self.slots, self.mask, self.window_mask)
+        return [field for field in fields if field is not None]
+
+    @property
+    def masks(self) -> Masks:
+        """The masks as decoder layers take them, each [w, 1, 1, used]."""
+        return Masks(*(None if mask is None else mask[:, None, None] for mask in (self.mask, self.window_mask)))
+
+
+class Masks(NamedTuple):
+    """What attention layers may see, [B or 1, 1, q, keys] bool each; None where attention needs no mask."""
+
+    full: Tensor | None = None  # for layers that see everything before them
+    window: Tensor | None = None  # for layers with a sliding window
 
 
 class CachePlan(NamedTuple):
@@ -430,9 +451,12 @@ class CachePlan(NamedTuple):
 class TreeMask:
     """Which KV slots each live node of a draft tree sees: row i is node i's own view, [nodes, slots] bool."""
 
-    def __init__(self, plan: CachePlan, device: torch.device, *, all_slots: bool = False):
-        """`all_slots`: masks cover every slot from the start, so that their shape never changes."""
+    def __init__(self, plan: CachePlan, device: torch.device, window: int | None = None, *, all_slots: bool = False):
+        """`window`: the target's sliding window, in tokens, if it has one. `all_slots`: masks cover every slot from
+        the start, so that their shape never changes."""
         self._visible = torch.zeros(plan.nodes, plan.slots, dtype=torch.bool, device=device)
+        self._window = window
+        self._positions = torch.arange(plan.slots, device=device)  # of the token in each slot; a prompt's is its slot
         self._used = plan.slots if all_slots else 0  # slots in use so far, from slot 0 up
 
     def start(self, prompt_length: int, root: int) -> None:
@@ -448,7 +472,12 @@ class TreeMask:
         rows = self._visible[batch.parents]
         rows[torch.arange(len(rows), device=rows.device), own] = True
         self._visible[batch.nodes] = rows
-        return batch._replace(slots=own, mask=rows[:, : self._used])
+        mask = rows[:, : self._used]
+        if self._window is None:
+            return batch._replace(slots=own, mask=mask)
+        self._positions[own] = batch.position
+        recent = self._positions[: self._used] >= oldest_seen(batch.position, self._window)
+        return batch._replace(slots=own, mask=mask, window_mask=mask & recent)
 
 
 class StageCache:
@@ -456,7 +485,8 @@ class StageCache:
 
     The decoder layers of `transformers` see it as their cache. KV: one slot a (position, tree node), so a rejected
     token costs nothing to drop. Linear attention: one convolution and one recurrent state a live node; the state of
-    a node's parent is what the node starts from, so rollback is exact and free as well.
+    a node's parent is what the node starts from, so rollback is exact and free as well. A layer with a sliding window
+    has all the slots too, since a rollback may need the oldest of them again; in a chain it reads the window alone.
 
     Source of the interface: `transformers.cache_utils`, the methods that decoder layers call.
     """
@@ -469,8 +499,10 @@ class StageCache:
         self._values: dict[int, Tensor] = {}
         self._conv: dict[int, Tensor] = {}  # layer -> [nodes, channels, kernel]
         self._recurrent: dict[int, Tensor] = {}  # layer -> [nodes, heads, D_k, D_v], float32
+        types = layer_types(config)
+        self._windows = {layer: config.sliding_window for layer in layers if types[layer] == SLIDING}
         for layer in layers:
-            if is_linear_attention(config, layer):
+            if types[layer] == LINEAR:
                 key_width = config.linear_num_key_heads * config.linear_key_head_dim
                 value_width = config.linear_num_value_heads * config.linear_value_head_dim
                 conv_shape = (plan.nodes, 2 * key_width + value_width, config.linear_conv_kernel_dim)
@@ -522,14 +554,17 @@ class StageCache:
     def update(self, key: Tensor, value: Tensor, layer_idx: int, **_: Any) -> tuple[Tensor, Tensor]:
         """Store new keys and values ([w, H_kv, q, D]); return all that the mask may show, shared by the w rows."""
         keys, values = self._keys[layer_idx], self._values[layer_idx]
+        oldest = 0
         if self._slots is None:
             keys[:, :, self._first : self._used].copy_(key)
             values[:, :, self._first : self._used].copy_(value)
+            if layer_idx in self._windows:
+                oldest = oldest_seen(self._first, self._windows[layer_idx])
         else:
             keys[0].index_copy_(1, self._slots, key[:, :, 0].transpose(0, 1))
             values[0].index_copy_(1, self._slots, value[:, :, 0].transpose(0, 1))
-        rows = len(key)
-        return keys[:, :, : self._used].expand(rows, -1, -1, -1), values[:, :, : self._used].expand(rows, -1, -1, -1)
+        rows, shown = len(key), slice(oldest, self._used)
+        return keys[:, :, shown].expand(rows, -1, -1, -1), values[:, :, shown].expand(rows, -1, -1, -1)
 
     def is_recording_past(self, layer_idx: int) -> bool:
         return False
@@ -566,10 +601,25 @@ def head_dim(config: PreTrainedConfig) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+
+
+def layer_types(config: PreTrainedConfig) -> tuple[str, ...]:
+    """The attention of each target layer: FULL, SLIDING (over `config.sliding_window` tokens) or Qwen3.5's LINEAR."""
+    listed = getattr(config, "layer_types", None)
+    if listed is not None:
+        return tuple(listed)
+    return (FULL if getattr(config, "sliding_window", None) is None else SLIDING,) * config.num_hidden_layers
+
+
 def is_linear_attention(config: PreTrainedConfig, layer: int) -> bool:
     """Whether a target layer (0-based) is Qwen3.5's linear attention."""
-    layer_types = getattr(config, "layer_types", None)
-    return layer_types is not None and layer_types[layer] == "linear_attention"
+    return layer_types(config)[layer] == LINEAR
+
+
+def oldest_seen(position: int, window: int) -> int:
+    """The oldest position that a token sees through a sliding window of `window` tokens, itself among them."""
+    return max(0, position - window + 1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -613,6 +663,15 @@ def float_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
 def causal_mask(rows: int, start: int, device: torch.device) -> Tensor:
     """Row i stands at position start + i and sees every position up to its own: [rows, start + rows] bool."""
     return torch.ones(rows, start + rows, dtype=torch.bool, device=device).tril(start)
+
+
+def window_mask(rows: int, start: int, window: int, device: torch.device) -> Tensor:
+    """As `causal_mask`, but each row sees the last `window` positions up to its own.
+
+    The keys begin at the oldest position that row 0 sees: [rows, start + rows - oldest_seen(start, window)] bool.
+    """
+    oldest = oldest_seen(start, window)
+    return causal_mask(rows, start, device)[:, oldest:].triu(start - oldest - window + 1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -671,6 +730,8 @@ class Target:
     def __init__(self, model: PreTrainedModel):
         self.config = model.config.get_text_config()
         check_supported(self.config)
+        self.layer_types = layer_types(self.config)
+        self.window: int | None = self.config.sliding_window if SLIDING in self.layer_types else None
         if self.config._attn_implementation == "sdpa":
             # The same mathematics, faster for the stages' batches of nodes; `model.generate` works as before.
             ALL_ATTENTION_FUNCTIONS.register("spd_sdpa", _nodes_attention)
@@ -750,8 +811,8 @@ class Target:
     def forward(self, input_ids: Tensor, anchors: Sequence[int]) -> tuple[Tensor, dict[int, Tensor]]:
         """All layers over ids [B, S], causal, no cache: h_L [B, S, H] and the anchors {b: h_b}, h_0 among them."""
         embedded, length = self.embed(input_ids), input_ids.shape[1]
-        mask = self.prompt_mask(length, 0, embedded.device)
-        hidden, captured = self.run_layers(range(self.num_layers), embedded, slice(0, length), mask, anchors)
+        masks = self.prompt_masks(length, 0, embedded.device)
+        hidden, captured = self.run_layers(range(self.num_layers), embedded, slice(0, length), masks, anchors)
         return hidden, {0: embedded} | captured
 
     def run_layers(
@@ -759,48 +820,52 @@ class Target:
         layers: range,
         hidden: Tensor,
         positions: slice,
-        mask: Tensor | None,
+        masks: Masks,
         anchors: Collection[int],
         cache: StageCache | None = None,
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Decoder layers (0-based) over hidden states [B, q, H] that stand at the given q positions.
 
-        mask [B or 1, 1, q, keys] bool, or None where attention needs none. Returns the last layer's output and the
-        anchors that these layers produce, {b: h_b}, before any final norm.
+        Returns the last layer's output and the anchors that these layers produce, {b: h_b}, before any final norm.
         """
         cos, sin = self.rope(positions.stop)
         rope = cos[:, positions], sin[:, positions]
-        return self.apply_layers(layers, hidden, rope, mask, anchors, cache)
+        return self.apply_layers(layers, hidden, rope, masks, anchors, cache)
 
     def apply_layers(
         self,
         layers: range,
         hidden: Tensor,
         rope: tuple[Tensor, Tensor],
-        mask: Tensor | None,
+        masks: Masks,
         anchors: Collection[int],
         cache: StageCache | None,
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """`run_layers` with the positions' rotary cosines and sines, [1, q, D_rot] each: nothing but tensors."""
-        if mask is not None and self.needs_float_mask:
-            mask = float_mask(mask, hidden.dtype)
+        if self.needs_float_mask:
+            masks = Masks(*(None if mask is None else float_mask(mask, hidden.dtype) for mask in masks))
+        mask_of = {FULL: masks.full, SLIDING: masks.window, LINEAR: None}
         captured = {}
         for index in layers:
-            linear_layer = is_linear_attention(self.config, index)
-            hidden = self.layers[index](
-                hidden, attention_mask=None if linear_layer else mask, position_embeddings=rope, cache=cache
-            )
+            mask = mask_of[self.layer_types[index]]
+            hidden = self.layers[index](hidden, attention_mask=mask, position_embeddings=rope, cache=cache)
             if index + 1 in anchors:
                 captured[index + 1] = hidden
         return hidden, captured
 
-    def prompt_mask(self, length: int, start: int, device: torch.device) -> Tensor | None:
-        """Causal mask [1, 1, length, start + length] of positions from `start` on; None where attention needs none.
+    def prompt_masks(self, length: int, start: int, device: torch.device) -> Masks:
+        """Causal masks of positions `start .. start + length - 1`, over the keys that `StageCache.update` returns.
 
-        SDPA and flash attention know the plain causal case by themselves, and one query may see all that is there.
+        Flash attention makes its own, SDPA the plain causal one, and one query may see all that is there.
         """
+        if length == 1 or self.config._attn_implementation.startswith("flash"):
+            return Masks()
         plain = start == 0 and not self.needs_float_mask
-        return None if plain or length == 1 else causal_mask(length, start, device)[None, None]
+        full = None if plain else causal_mask(length, start, device)[None, None]
+        if self.window is None:
+            return Masks(full)
+        covers_all = plain and length <= self.window
+        return Masks(full, None if covers_all else window_mask(length, start, self.window, device)[None, None])
 
     @property
     def needs_float_mask(self) -> bool:
@@ -863,11 +928,32 @@ def check_supported(config: PreTrainedConfig) -> None:
     rope_type = config.rope_parameters["rope_type"]
     if rope_type not in STATIC_ROPE_TYPES:
         raise ValueError(f"rope_type {rope_type!r} is not supported: it must be one of {', '.join(STATIC_ROPE_TYPES)}")
-    if getattr(config, "sliding_window", None) is not None:
+    check_layer_types(config)
+
+
+def check_layer_types(config: PreTrainedConfig) -> None:
+    """ValueError for attention layers that `transformers` does not run in this family, or not alike with its cache."""
+    family, types, window = config.model_type, set(layer_types(config)), getattr(config, "sliding_window", None)
+    if family in WINDOWS_EVERYWHERE:
+        allowed = {FULL if window is None else SLIDING}
+    elif family in WINDOWS_BY_LAYER:
+        allowed = {FULL, SLIDING}
+    else:
+        allowed = {FULL, LINEAR} if family.startswith("qwen3_5") else {FULL}
+    if not types <= allowed:
+        field = "layer_types" if getattr(config, "layer_types", None) else f"sliding_window {window}"
         raise ValueError(
-            f"the target uses a sliding attention window of {config.sliding_window} tokens, which is not supported: "
-            "set use_sliding_window to false in its config.json if its context fits the window"
+            f"{field} makes layers of type {', '.join(sorted(types - allowed))}, but model type {family!r} "
+            f"{'with' if window else 'without'} sliding_window has {', '.join(sorted(allowed))} alone: "
+            "correct the target's config.json"
         )
+    if SLIDING in types:
+        if window is None:
+            raise ValueError(
+                "layer_types lists sliding_attention, but use_sliding_window is false or sliding_window missing: "
+                "correct the target's config.json"
+            )
+        _integer("sliding_window", window, 1)
 
 
 class Stage:
@@ -889,17 +975,16 @@ class Stage:
         """Run a chunk of the prompt, [1, q, H] at positions start .. start + q - 1."""
         length = hidden.shape[1]
         cache.prefill(start, length, root)
-        mask = self._target.prompt_mask(length, start, hidden.device)
-        return self._run(hidden, slice(start, start + length), mask, cache)
+        masks = self._target.prompt_masks(length, start, hidden.device)
+        return self._run(hidden, slice(start, start + length), masks, cache)
 
     def run(self, hidden: Tensor, batch: NodeBatch, cache: StageCache) -> tuple[Tensor, dict[int, Tensor]]:
         """Run one position's nodes, [w, 1, H]."""
         cache.enter(batch)
-        mask = None if batch.mask is None else batch.mask[:, None, None]
-        return self._run(hidden, slice(batch.position, batch.position + 1), mask, cache)
+        return self._run(hidden, slice(batch.position, batch.position + 1), batch.masks, cache)
 
-    def _run(self, hidden: Tensor, positions: slice, mask: Tensor | None, cache: StageCache):
-        return self._target.run_layers(self.layers, hidden, positions, mask, self.anchors, cache)
+    def _run(self, hidden: Tensor, positions: slice, masks: Masks, cache: StageCache):
+        return self._target.run_layers(self.layers, hidden, positions, masks, self.anchors, cache)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

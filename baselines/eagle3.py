@@ -34,6 +34,7 @@ from pipeline_model import (
     CachePlan,
     HeadCache,
     LossTerms,
+    Masks,
     NodeBatch,
     Qwen3_5SpecLayer,
     Qwen3SpecLayer,
@@ -264,7 +265,7 @@ class ChainExecutor(LocalExecutor):
         """
         (stage,), (memory,), captured = self.stages, self.caches, {}
         start, stop = batches[0].position, batches[-1].position + 1
-        mask = self.target.prompt_mask(len(batches), start, hidden.device)
+        masks = self.target.prompt_masks(len(batches), start, hidden.device)
         for linear, group in groupby(stage.layers, partial(is_linear_attention, self.target.config)):
             layers = list(group)
             run = partial(self.target.run_layers, range(layers[0], layers[-1] + 1), anchors=stage.anchors, cache=memory)
@@ -272,12 +273,12 @@ class ChainExecutor(LocalExecutor):
                 parts = []
                 for row, batch in enumerate(batches):
                     memory.enter(batch)
-                    parts.append(run(hidden[:, row : row + 1], slice(start + row, start + row + 1), None))
+                    parts.append(run(hidden[:, row : row + 1], slice(start + row, start + row + 1), Masks()))
                 hidden = torch.cat([part for part, _ in parts], dim=1)
                 captured |= {b: torch.cat([found[b] for _, found in parts], dim=1) for b in parts[0][1]}
             else:
                 memory.prefill(start, len(batches), batches[-1].nodes)
-                hidden, found = run(hidden, slice(start, stop), mask)
+                hidden, found = run(hidden, slice(start, stop), masks)
                 captured |= found
         return hidden, captured
 

@@ -48,7 +48,6 @@ from pipeline_model import (
     SpeculationHead,
     Stage,
     Target,
-    is_linear_attention,
     load_head,
     read_checkpoint,
 )
@@ -164,7 +163,7 @@ class Meter:
 
     def layers_ms(self) -> tuple[float, ...]:
         """Each layer's share of a pass through all of them; layers of one kind count the same."""
-        kinds = [is_linear_attention(self.target.config, index) for index in range(self.target.num_layers)]
+        kinds = self.target.layer_types
         alone = {kind: self.stage_ms(range(kinds.index(kind), kinds.index(kind) + 1)) for kind in set(kinds)}
         scale = self.stage_ms(range(len(kinds))) / sum(alone[kind] for kind in kinds)
         return tuple(alone[kind] * scale for kind in kinds)

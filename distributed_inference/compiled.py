@@ -48,7 +48,7 @@ class CompiledStageRunner(StageRunner):
             self._plan = CachePlan(max(plan.slots, self._plan.slots), max(plan.nodes, self._plan.nodes), tree=True)
             self._allocate(start.anchors)
         self._root = torch.tensor([start.root], device=self._target.device)
-        self._tree_mask = TreeMask(self._plan, self._target.device, all_slots=True)
+        self._tree_mask = TreeMask(self._plan, self._target.device, self._target.window, all_slots=True)
         self._tree_mask.start(start.prompt_length, start.root)
 
     def _allocate(self, anchors: tuple[int, ...]) -> None:
@@ -61,7 +61,8 @@ class CompiledStageRunner(StageRunner):
         node = torch.full((self._width,), self._plan.nodes - 1, device=device)
         mask = torch.zeros(self._width, self._plan.slots, dtype=torch.bool, device=device)
         mask[:, spare] = True
-        self._batch = NodeBatch(0, (), node, node, node.clone(), spare, mask)
+        window_mask = None if self._target.window is None else mask.clone()
+        self._batch = NodeBatch(0, (), node, node, node.clone(), spare, mask, window_mask)
         self._cache.enter(self._batch)
         for tensor in self._fixed():
             torch._dynamo.mark_static_address(tensor)
@@ -72,12 +73,12 @@ class CompiledStageRunner(StageRunner):
 
     def _fixed(self) -> Iterator[Tensor]:
         """Everything that keeps its address."""
-        yield from (self._hidden, *self._rope, *self._batch[3:])
+        yield from (self._hidden, *self._rope, *self._batch.tensors())
         yield from self._cache.tensors()
 
     def _run_layers(self) -> tuple[Tensor, dict[int, Tensor]]:
-        mask = self._batch.mask[:, None, None]
-        return self._target.apply_layers(self._layers, self._hidden, self._rope, mask, self._stage.anchors, self._cache)
+        masks, anchors = self._batch.masks, self._stage.anchors
+        return self._target.apply_layers(self._layers, self._hidden, self._rope, masks, anchors, self._cache)
 
     def _step(self) -> tuple[Tensor, dict[int, Tensor]]:
         torch.compiler.cudagraph_mark_step_begin()  # the last outputs have been sent: their memory is free
@@ -87,7 +88,7 @@ class CompiledStageRunner(StageRunner):
         count = len(batch.rows)
         nodes = NodeBatch.of(batch.position, batch.rows, self._target.device)
         nodes = self._tree_mask.enter(nodes, [row.slot for row in batch.rows])
-        for fixed, ours in zip(self._batch[3:], nodes[3:], strict=True):
+        for fixed, ours in zip(self._batch.tensors(), nodes.tensors(), strict=True):
             fixed[:count] = ours
             fixed[count:] = ours[:1]
         self._hidden[:count] = hidden[:, None]

@@ -106,7 +106,7 @@ class Checked:
     def __init__(self, args: argparse.Namespace, environment: Environment):
         self.sampling, self.max_new_tokens = Sampling(args.temperature, args.top_k, args.top_p), args.max_new_tokens
         check_limits(args.max_new_tokens, args.draft_top_k)
-        check_attention(args.attn_implementation, args.draft_top_k)
+        check_attention(args.attn_implementation, args.draft_top_k, args.compile)
         check_seed(args.seed)
         for name in ("load_timeout_sec", "prefill_timeout_sec", "decode_timeout_sec"):
             if not 0 < getattr(args, name) < float("inf"):

@@ -79,7 +79,8 @@ class StageRunner:
         self._stage = Stage(self._target, self._layers, start.anchors)
         self._cache = self._stage.new_cache(start.plan)
         self._root = torch.tensor([start.root], device=self._target.device)
-        self._tree_mask = TreeMask(start.plan, self._target.device) if start.plan.tree else None
+        target = self._target
+        self._tree_mask = TreeMask(start.plan, target.device, target.window) if start.plan.tree else None
         if self._tree_mask is not None:
             self._tree_mask.start(start.prompt_length, start.root)
 

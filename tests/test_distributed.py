@@ -84,7 +84,7 @@ def covering_sample(family, count=6):
     ]
 
 
-CASES = [case for family in FAMILIES for case in covering_sample(family)]
+CASES = [case for family in [*FAMILIES, "qwen3 window"] for case in covering_sample(family)]
 
 
 def cases(world_size):

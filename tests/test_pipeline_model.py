@@ -499,13 +499,10 @@ def test_text_part_of_a_multimodal_target_is_loaded(tmp_path):
 
 
 def test_unsupported_targets_are_refused_by_name(tmp_path):
-    """Guards against a target that the stages would run wrongly: other architectures, windows, moving rotary."""
+    """Guards against a target that the stages would run wrongly: other architectures, moving rotary."""
     GPT2Config(n_layer=1, n_head=1, n_embd=8, vocab_size=11, bos_token_id=0, eos_token_id=0).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"model type 'gpt2' is not supported.*llama, qwen2"):
+    with pytest.raises(ValueError, match=r"model type 'gpt2' is not supported.*llama, mistral"):
         Target.load(str(tmp_path))
-    window = {"use_sliding_window": True, "sliding_window": 17, "max_window_layers": 0}
-    with pytest.raises(ValueError, match="sliding attention window of 17"):
-        tiny_target("qwen2", **window)
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     with pytest.raises(ValueError, match="rope_type 'dynamic' is not supported"):
         tiny_target("llama", rope_parameters=rope)
@@ -579,7 +576,7 @@ def test_stage_captures_only_its_own_anchors():
     assert [sorted(stage.anchors) for stage in stages] == [[1], [2], [4]]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("family", ["llama", "qwen3 window", "qwen3_5", "qwen3_5_moe"])
 @pytest.mark.parametrize("chunk", [1, 3, 4])
 def test_chunked_prefill_is_the_whole_prefill(family, chunk, monkeypatch):
     """Guards against chunks that forget the tokens before them: attention, convolution and recurrent state."""

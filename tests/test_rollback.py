@@ -13,6 +13,7 @@ import torch
 from pipeline_inference import LocalExecutor, Node
 from pipeline_model import CachePlan, is_linear_attention
 from tests.tiny import (
+    WINDOW,
     hf_greedy,
     oracle,
     random_prompt,
@@ -141,6 +142,18 @@ def check_in_flight(steps):
             assert steps.cycle - steps.entered[node] == stage
             if batch.mask is not None:
                 assert torch.equal(batch.mask[row], steps.executor._tree_mask._visible[node_id][: batch.mask.shape[1]])
+            if batch.window_mask is not None:
+                check_window(steps, batch.window_mask[row], live[node_id])
+
+
+def check_window(steps, seen, node):
+    """In a tree: a layer with a sliding window sees the last positions of the node's own chain, and nothing else."""
+    slots, ancestor = dict(steps.slots), node
+    while ancestor is not None and ancestor.position > steps.tree.root.position:
+        slots[ancestor.position] = ancestor.slot
+        ancestor = ancestor.parent
+    expected = {slots[position] for position in range(max(0, node.position - WINDOW + 1), node.position + 1)}
+    assert set(seen.nonzero()[:, 0].tolist()) == expected
 
 
 def check_pools(steps):
@@ -157,7 +170,7 @@ def check_pools(steps):
         assert sorted(slots + tree._free_slots) == list(range(plan.slots))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("family", ["llama", "qwen3 window", "qwen3_5", "qwen3_5_moe"])
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("lag", [0, 1])
 def test_memories_after_every_cycle(family, width, lag):

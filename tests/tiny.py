@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, set_seed
 from transformers.models.llama import LlamaConfig
+from transformers.models.mistral import MistralConfig
 from transformers.models.qwen2 import Qwen2Config
 from transformers.models.qwen3 import Qwen3Config
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
@@ -35,6 +36,7 @@ SHARED = {
     # Wide enough that the argmax is never a near tie.
     "initializer_range": 0.25,
 }
+WINDOW = 6  # tokens: so few that most sequences of the tests outgrow it
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 LINEAR = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
@@ -47,6 +49,7 @@ LINEAR = {
 }
 FAMILIES: dict[str, Callable] = {
     "llama": lambda **kw: LlamaConfig(**SHARED | kw),
+    "mistral": lambda **kw: MistralConfig(**SHARED | {"sliding_window": WINDOW} | kw),
     "qwen2": lambda **kw: Qwen2Config(**{k: v for k, v in SHARED.items() if k != "head_dim"} | kw),
     "qwen3": lambda **kw: Qwen3Config(**SHARED | kw),
     "qwen3_moe": lambda **kw: Qwen3MoeConfig(**SHARED | MOE | kw),
@@ -60,13 +63,23 @@ FAMILIES: dict[str, Callable] = {
     ),
 }
 
+# The families that have windows only where the configuration asks for them.
+USED_WINDOW = {"use_sliding_window": True, "sliding_window": WINDOW}
+WINDOWED: dict[str, Callable] = {
+    "qwen2 window": lambda **kw: FAMILIES["qwen2"](**USED_WINDOW | {"max_window_layers": 1} | kw),
+    "qwen3 window": lambda **kw: FAMILIES["qwen3"](
+        **USED_WINDOW | {"layer_types": ["sliding_attention", "full_attention"] * 2} | kw
+    ),
+    "qwen3_moe window": lambda **kw: FAMILIES["qwen3_moe"](**USED_WINDOW | kw),
+}
+
 
 def tiny_model(
     family: str, *, layers: int = 4, tied: bool = False, seed: int = 0, attention: str = "sdpa", **config_fields
 ) -> PreTrainedModel:
     """A random float32 model of a family; the same one for the same arguments."""
     set_seed(seed)
-    config = FAMILIES[family](num_hidden_layers=layers, tie_word_embeddings=tied, **config_fields)
+    config = (FAMILIES | WINDOWED)[family](num_hidden_layers=layers, tie_word_embeddings=tied, **config_fields)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
     with torch.no_grad():  # norms that do something
         for name, weight in model.named_parameters():

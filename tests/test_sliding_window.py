@@ -97,9 +97,9 @@ CASES = [  # prompts shorter and longer than the window; every n, width, lag, ke
     ((4,), 1, 0, 3, "sdpa", "head"),
     ((2, 2), 4, 1, WINDOW - 1, "sdpa", "mixed"),
     ((1, 2, 1), 2, 0, WINDOW, "eager", "mixed"),
-    ((1, 3), 1, 1, WINDOW + 1, "eager", "oracle"),
+    ((1, 3), 1, 1, WINDOW + 1, "sdpa", "oracle"),
     ((1, 1, 1, 1), 4, 0, 40, "sdpa", "mixed"),
-    ((3, 1), 1, 0, 40, "sdpa", "mixed"),
+    ((3, 1), 1, 0, 40, "eager", "mixed"),
     ((1, 1, 1, 1), 2, 1, 1, "eager", "head"),
     ((2, 1, 1), 1, 1, 2, "sdpa", "wrong"),
 ]

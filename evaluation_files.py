@@ -156,8 +156,8 @@ class RowLog:
                     "resume with the same settings, or choose another --output_dir"
                 )
 
-    def read(self) -> dict[tuple[str, str], Row]:
-        """The newest row of each sample. Half a line that a killed run left at the end is cut off the file.
+    def read(self, *, repair: bool = True) -> dict[tuple[str, str], Row]:
+        """The newest row of each sample. Half a line that a killed run left at the end is cut off the file (`repair`).
 
         ValueError names any other line that is broken.
         """
@@ -165,7 +165,7 @@ class RowLog:
             return {}
         data = self.path.read_bytes()
         whole = data.rfind(b"\n") + 1
-        if whole < len(data):
+        if repair and whole < len(data):
             os.truncate(self.path, whole)
         rows = {}
         for number, line in enumerate(data[:whole].splitlines(), start=1):

@@ -990,28 +990,36 @@ class Generation:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def add_model_arguments(parser: Parser) -> argparse._ArgumentGroup:
+def add_model_arguments(parser: Parser, *, head_names_target: bool = False) -> argparse._ArgumentGroup:
     """The target's flags. Returns their group, for more of them."""
     model = parser.add_argument_group("model")
-    model.add_argument("--base_model_path", required=True, help="target model: a folder or a hub id")
+    more = "; unset: the head's" if head_names_target else ""
+    model.add_argument(
+        "--base_model_path", required=not head_names_target, help=f"target model: a folder or a hub id{more}"
+    )
     add_dtype_argument(model)
     model.add_argument("--attn_implementation", default="sdpa", choices=ATTN_IMPLEMENTATIONS, help="attention kernels")
     model.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
     return model
 
 
-def add_decoding_arguments(parser: Parser) -> argparse._ArgumentGroup:
-    """The flags of one decoding, beside its prompt. Returns the group of those about the pipeline."""
+def add_decoding_arguments(parser: Parser, nargs: int | str | None = None) -> argparse._ArgumentGroup:
+    """The flags of one decoding, beside its prompt. Returns the group of those about the pipeline.
+
+    nargs: as argparse has it, of --temperature and --draft_top_k; None: one value, and no list.
+    """
+    several = {} if nargs is None else {"nargs": nargs}
     text = parser.add_argument_group("text")
     add_template_flags(text)
     text.add_argument("--max_new_tokens", type=int, default=100, help="new tokens at most")
     sampling = parser.add_argument_group("sampling (neutral by default; the same with and without a head)")
-    sampling.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
+    temperature, width = (0.0, 1) if nargs is None else ([0.0], [1])
+    sampling.add_argument("--temperature", type=float, default=temperature, help="0: greedy", **several)
     sampling.add_argument("--top_k", type=int, default=0, help="0: off")
     sampling.add_argument("--top_p", type=float, default=1.0, help="1: off")
     sampling.add_argument("--seed", type=int, default=0, help="of every random draw")
     spd = parser.add_argument_group("pipeline")
-    spd.add_argument("--draft_top_k", type=int, default=1, help="W, width of the draft tree; 1: a chain")
+    spd.add_argument("--draft_top_k", type=int, default=width, help="W, width of the draft tree; 1: a chain", **several)
     spd.add_argument("--verify_lag", type=int, default=0, choices=[0, 1], help="1: verify beside the next cycle")
     spd.add_argument("--verify", action=BooleanOptionalAction, default=True, help="off: accept every draft (debugging)")
     spd.add_argument("--use_deepest", action=BooleanOptionalAction, help="as the head was trained, unless set")

@@ -1698,10 +1698,14 @@ def load_head(path: str | Path, target: Target, config_class: type[HeadConfig] =
 
 
 def read_head(
-    path: str | Path, target_config: PreTrainedConfig, config_class: type[HeadConfig] = HeadConfig
+    path: str | Path,
+    target_config: PreTrainedConfig,
+    config_class: type[HeadConfig] = HeadConfig,
+    *,
+    mapped: bool = False,
 ) -> SpeculationHead:
     """The head of a checkpoint, frozen, as it is stored. ValueError as `read_checkpoint`, or if it does not fit."""
-    config, state = read_checkpoint(path, config_class)
+    config, state = read_checkpoint(path, config_class, mapped=mapped)
     try:
         with torch.device("meta"):
             head = config.build(target_config)

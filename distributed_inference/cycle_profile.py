@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
@@ -67,12 +68,17 @@ def table(rows: Sequence[dict[str, float]]) -> str:
     return "\n".join(lines)
 
 
-def write_reports(args: argparse.Namespace, profile: Iterable[Cycle], traces: Mapping) -> None:
-    """What --profile_timing and --trace ask for: the breakdown on screen and in its file, the trace in its own."""
+def write_reports(args: argparse.Namespace, profiles: Mapping[str, Sequence[Cycle]], traces: Mapping) -> None:
+    """What --profile_timing and --trace ask for: the breakdown on screen and in its file, the trace in its own.
+
+    profiles: the cycles of each run, by its label.
+    """
     if args.profile_timing:
-        rows = by_fill(profile)
-        print(f"\n{table(rows)}")
-        write_json(args.profile_timing, {"by_fill": rows} | run_record(args))
+        by_run = {label: by_fill(found) for label, found in profiles.items()}
+        for label, rows in by_run.items():
+            print(f"\n{label}" * (len(by_run) > 1) + f"\n{table(rows)}")
+        together = by_fill(itertools.chain.from_iterable(profiles.values()))
+        write_json(args.profile_timing, {"by_fill": together, "by_run": by_run} | run_record(args))
     if traces:
         write_trace(args.trace, traces)
         print(f"\nTrace written to {args.trace}: open it at ui.perfetto.dev")

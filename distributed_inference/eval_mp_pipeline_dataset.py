@@ -13,20 +13,25 @@ from __future__ import annotations
 import argparse
 import sys
 from argparse import BooleanOptionalAction
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import eval as evaluation
 from distributed_inference.cycle_profile import Cycle, cycles, write_reports
-from distributed_inference.launch import Checked, Lead, RankParser, add_arguments, run_rank
-from evaluation_files import MP_PREFIX, RunFiles, baseline_cache, check_writable
+from distributed_inference.launch import Checked, Lead, RankParser, add_arguments
+from distributed_inference.one_device_baseline import choose_baseline
+from distributed_inference.self_launch import run
+from evaluation_data import Sample
+from evaluation_files import MP_PREFIX, RunFiles, device_name
+from evaluation_methods import Run
 from evaluation_metrics import Row, sample_row
-from evaluation_plan import Plan, PlannedRun, Planner, baseline_folder
+from evaluation_plan import PlannedRun, Planner
 from evaluation_workers import WARMUP_PROMPT, Task, compared, sample_seed
+from pipeline_inference import Decoder, Generation
 from timeline import stage_row
 
 
@@ -41,81 +46,90 @@ def build_parser() -> RankParser:
     run.add_argument("--resume", action="store_true", help="go on with the run in the output folder")
     run.add_argument("--baseline", action=BooleanOptionalAction, default=True, help="run the target alone and compare")
     run.add_argument("--force_baseline_recompute", action="store_true", help="run it again though it is cached")
-    add_arguments(parser)
+    run.add_argument(
+        "--baseline_rows",
+        nargs="+",
+        metavar="FILE",
+        help="compare with the target on one device instead: rows of eval.py's baseline, a file a temperature",
+    )
+    add_arguments(parser, nargs="+")
     return parser
 
 
 def evaluation_arguments(args: argparse.Namespace, checked: Checked) -> argparse.Namespace:
     """The arguments of eval.py that say the same; its defaults where this script has no flag."""
-    required = ["--base_model_path", args.base_model_path, "--spec_head_ckpt", args.spec_head_ckpt]
     ours = {
         "gpus": ["cpu" if checked.device.type == "cpu" else str(checked.device.index)],
-        "spec_head_ckpt": [args.spec_head_ckpt],
-        "temperature": [args.temperature],
-        "draft_top_k": [args.draft_top_k],
-        "num_stages": None if args.num_stages is None else [args.num_stages],
+        "base_model_path": checked.base_model_path,
     }
-    return argparse.Namespace(**vars(evaluation.build_parser().parse_args(required)) | vars(args) | ours)
+    return argparse.Namespace(**vars(evaluation.build_parser().parse_args([])) | vars(args) | ours)
+
+
+class PipelinePlanner(Planner):
+    """Plans eval.py's runs on the ranks of this one."""
+
+    def __init__(self, args: argparse.Namespace, checked: Checked):
+        self._checked = checked
+        super().__init__(args)
+
+    def target_settings(self) -> dict[str, Any]:
+        layout = self._checked.layout
+        split = ";".join(map(str, layout.stage_sizes))
+        return super().target_settings() | {
+            "device": device_name(self._checked.device, self.args.threads),
+            "threads": self.args.threads,
+            "placement": f"{layout.world_size} ranks, {self._checked.backend}, stages {split}",
+            "stage_sizes": layout.stage_sizes,
+            "lm_head": layout.lm_head,
+            "colocated": layout.colocated,
+        }
+
+    def head_shape(self, path: str, num_stages: int | None) -> dict[str, Any]:
+        return super().head_shape(path, num_stages) | {"stage_sizes": self._checked.layout.stage_sizes}
+
+    def planned(self, shared: Mapping[str, Any], *values: Any) -> PlannedRun:
+        planned, args, layout = super().planned(shared, *values), self.args, self._checked.layout
+        decoding = {"placement": shared["placement"], "verify_lag": args.verify_lag, "verify_drafts": args.verify}
+        name = f"{planned.files.name}__mp{layout.world_size}_{args.lm_head}_lag{args.verify_lag}"
+        planned = replace(
+            planned,
+            settings=dict(planned.settings) | decoding,
+            files=RunFiles(args.output_dir, name, MP_PREFIX),
+            baseline=replace(planned.baseline, stage_sizes=layout.stage_sizes),
+        )
+        return self._with_given_baseline(planned) if args.baseline_rows else planned
+
+    def _with_given_baseline(self, planned: PlannedRun) -> PlannedRun:
+        """The run, compared with --baseline_rows."""
+        args, temperature = self.args, planned.run.sampling.temperature
+        rows = choose_baseline(args.baseline_rows, temperature, args.temperature)
+        rows.check_rows(planned.baseline_settings, self.samples)
+        device = rows.settings["device"]
+        placement = f"{planned.settings['placement']}, baseline on one device ({device})"
+        compared_with = {"placement": placement, "baseline_code_fingerprint": rows.settings.get("code_fingerprint")}
+        return replace(planned, settings=dict(planned.settings) | compared_with, baseline_rows=rows)
 
 
 class DistributedEvaluation:
-    """One head, one setting, all prompts."""
+    """Every combination of head, n, temperature and width, on all prompts."""
 
     def __init__(self, args: argparse.Namespace):
         self.args = args
 
     def prepare(self, checked: Checked) -> None:
-        arguments = evaluation_arguments(self.args, checked)
-        planner = Planner(arguments)
-        for sample in planner.samples:
-            checked.check_prompt(sample.prompt_ids)
-        settings = planner.target_settings() | {"threads": self.args.threads}
-        planned = planner.planned(
-            settings, self.args.spec_head_ckpt, self.args.temperature, self.args.draft_top_k, self.args.num_stages, 0
-        )
-        self.plan = Plan(
-            [self._placed(planned, checked, arguments)],
-            planner.samples,
-            planner.options,
-            planner.devices,
-            planner.tokenizer,
-            planner.note,
-        )
-        for folder in (self.args.output_dir, baseline_folder(arguments)):
-            check_writable(folder)
-        self.plan.runs[0].files.rows.check(self.plan.runs[0].settings, resume=self.args.resume)
-        self.arguments = arguments
-
-    def _placed(self, planned: PlannedRun, checked: Checked, arguments: argparse.Namespace) -> PlannedRun:
-        """A run of eval.py, on the ranks of this one."""
-        args, layout = self.args, checked.layout
-        split = ";".join(map(str, layout.stage_sizes))
-        ranks = {
-            "placement": f"{layout.world_size} ranks, {checked.backend}, stages {split}",
-            "stage_sizes": layout.stage_sizes,
-            "lm_head": layout.lm_head,
-            "colocated": layout.colocated,
-        }
-        decoding = {"verify_lag": args.verify_lag, "verify_drafts": args.verify}
-        name = f"{planned.files.name}__mp{layout.world_size}_{args.lm_head}_lag{args.verify_lag}"
-        baseline_settings = dict(planned.baseline_settings) | ranks
-        return replace(
-            planned,
-            run=replace(planned.run, stage_sizes=layout.stage_sizes),
-            settings=dict(planned.settings) | ranks | decoding,
-            files=RunFiles(args.output_dir, name, MP_PREFIX),
-            baseline=replace(planned.baseline, stage_sizes=layout.stage_sizes),
-            baseline_settings=baseline_settings,
-            baseline_rows=baseline_cache(baseline_folder(arguments), baseline_settings),
-        )
+        if self.args.baseline_rows and not self.args.baseline:
+            raise ValueError("--baseline_rows is a baseline to compare with, --no-baseline asks for none: drop one")
+        if self.args.baseline_rows and self.args.force_baseline_recompute:
+            raise ValueError("--force_baseline_recompute runs a baseline, --baseline_rows has one: drop one of the two")
+        self.arguments = evaluation_arguments(self.args, checked)
+        self.plan = PipelinePlanner(self.arguments, checked).plan()
 
     def run(self, lead: Lead) -> int:
         print(self.plan.note, flush=True)
-        workers = PipelineWorker(lead, keep_trace=self.args.trace is not None)
-        decoders = [lead.speculative] + [lead.alone] * self.args.baseline
-        lead.warm_up(self.plan.samples[0].prompt_ids[:WARMUP_PROMPT], *decoders)
+        labels = {planned.run: planned.settings["label"] for planned in self.plan.runs}
+        workers = PipelineWorker(lead, labels, keep_trace=self.args.trace is not None)
         failed = evaluation.Evaluation(self.arguments, self.plan, workers).run()
-        write_reports(self.args, workers.profile, workers.traces)
+        write_reports(self.args, workers.profiles, workers.traces)
         return int(failed > 0)
 
     def last_words(self) -> None:
@@ -125,9 +139,12 @@ class DistributedEvaluation:
 class PipelineWorker:
     """Decodes samples over the pipeline, one after the other, in the place of eval.py's workers."""
 
-    def __init__(self, lead: Lead, *, keep_trace: bool):
-        self._lead, self._keep_trace = lead, keep_trace
-        self.profile: list[Cycle] = []
+    def __init__(self, lead: Lead, labels: Mapping[Run, str], *, keep_trace: bool):
+        """labels: of the runs with a head, for profiles and traces."""
+        self._lead, self._labels, self._keep_trace = lead, labels, keep_trace
+        self._run: Run | None = None
+        self._decoder: Decoder | None = None
+        self.profiles: dict[str, list[Cycle]] = {}
         self.traces = {}
 
     def evaluate(self, tasks: Iterable[Task]) -> Iterator[Row]:
@@ -136,22 +153,35 @@ class PipelineWorker:
 
     def _evaluate(self, task: Task) -> Row:
         sample, run = task.sample, task.run
-        decoder = self._lead.alone if run.spec_head_ckpt is None else self._lead.speculative
-        decoder.seed = sample_seed(run.seed, sample)
-        generation = decoder.start(sample.prompt_ids, run.max_new_tokens)
+        if run != self._run:
+            self._begin(run, sample)
+        self._decoder.seed = sample_seed(run.seed, sample)
+        generation = self._decoder.start(sample.prompt_ids, run.max_new_tokens)
         row = sample_row(sample, generation.finish(), run.costs)
-        if decoder is self._lead.speculative:
-            own_stage = stage_row(0) if self._lead.layout.colocated else None
-            self.profile += cycles(generation.timeline, decoder.executor.fills, own_stage)
-            if self._keep_trace:
-                self.traces[f"{sample.dataset} {sample.question_id}"] = [
-                    (span, {}) for span in generation.timeline.spans
-                ]
-        return compared(row, task, self._lead.alone.executor)
+        if run.spec_head_ckpt is not None:
+            self._record(generation, sample)
+        return compared(row, task, self._lead.target_executor)
+
+    def _begin(self, run: Run, sample: Sample) -> None:
+        """The decoder of a run, warmed up."""
+        self._decoder, self._run = None, run  # the old head's memory is free before the new one is loaded
+        if run.spec_head_ckpt is None:
+            self._decoder = self._lead.alone(run.sampling)
+        else:
+            self._decoder = self._lead.speculative(run.spec_head_ckpt, run.sampling, run.draft_top_k)
+        self._lead.warm_up(sample.prompt_ids[:WARMUP_PROMPT], self._decoder)
+
+    def _record(self, generation: Generation, sample: Sample) -> None:
+        label, own_stage = self._labels[self._run], stage_row(0) if self._lead.layout.colocated else None
+        found = cycles(generation.timeline, self._decoder.executor.fills, own_stage)
+        self.profiles.setdefault(label, []).extend(found)
+        if self._keep_trace:
+            spans = [(span, {}) for span in generation.timeline.spans]
+            self.traces[f"{label}: {sample.dataset} {sample.question_id}"] = spans
 
 
 def main() -> NoReturn:
-    run_rank(DistributedEvaluation, build_parser())
+    run(DistributedEvaluation, build_parser())
 
 
 if __name__ == "__main__":

@@ -16,15 +16,18 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from chat_template import use_template
 from distributed_inference.cycle_profile import Cycle, cycles, write_reports
-from distributed_inference.launch import Checked, Lead, RankParser, add_arguments, run_rank
-from pipeline_inference import encode_prompt, load_tokenizer, result_line
+from distributed_inference.launch import Checked, Lead, RankParser, add_arguments
+from distributed_inference.self_launch import run
+from pipeline_inference import Sampling, encode_prompt, load_tokenizer, result_line
 from timeline import stage_row
+
+PROMPT = "What is the capital of France?"
 
 
 def build_parser() -> RankParser:
     parser = RankParser(description="Speculative pipeline decoding with a rank a stage; start it with torchrun.")
     parser.add_argument(
-        "--prompt", type=str, nargs="+", action="extend", required=True, help="one or more prompts; repeatable"
+        "--prompt", type=str, nargs="+", action="extend", help=f"one or more, repeatable; unset: {PROMPT!r}"
     )
     add_arguments(parser)
     return parser
@@ -40,17 +43,19 @@ class Example:
 
     def prepare(self, checked: Checked) -> None:
         args = self.args
-        self.tokenizer = load_tokenizer(args.base_model_path, args.trust_remote_code)
+        self.tokenizer = load_tokenizer(checked.base_model_path, args.trust_remote_code)
         use_template(self.tokenizer, args)
         self.prompts = [
             (prompt, encode_prompt(self.tokenizer, prompt, enable_thinking=args.enable_thinking))
-            for prompt in args.prompt
+            for prompt in args.prompt or [PROMPT]
         ]
         for _, ids in self.prompts:
             checked.check_prompt(ids)
 
     def run(self, lead: Lead) -> int:
-        args, decoder = self.args, lead.speculative
+        args, [path] = self.args, self.args.spec_head_ckpt
+        decoder = lead.speculative(path, Sampling(*args.temperature, args.top_k, args.top_p), *args.draft_top_k)
+        num_spec_layers = lead.checked.heads[path].num_spec_layers
         lead.warm_up(self.prompts[0][1], decoder)
         profile: list[Cycle] = []
         traces = {}
@@ -62,12 +67,12 @@ class Example:
                 self._tokens.append(event.token)
                 self._stream()
             self._tokens = []
-            print(f"\n{result_line('pipeline', generation.result, lead.checked.head.num_spec_layers)}", flush=True)
+            print(f"\n{result_line('pipeline', generation.result, num_spec_layers)}", flush=True)
             own_stage = stage_row(0) if lead.layout.colocated else None
             profile += cycles(generation.timeline, decoder.executor.fills, own_stage)
             if args.trace:
                 traces[f"prompt {number}"] = generation.trace(self.tokenizer)
-        write_reports(args, profile, traces)
+        write_reports(args, {"all prompts": profile}, traces)
         return 0
 
     def _stream(self) -> None:
@@ -83,7 +88,7 @@ class Example:
 
 
 def main() -> NoReturn:
-    run_rank(Example, build_parser())
+    run(Example, build_parser())
 
 
 if __name__ == "__main__":

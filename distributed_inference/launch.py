@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from transformers import PreTrainedConfig
@@ -29,7 +29,8 @@ from distributed_inference.layout import DRAFT_RANK, LM_HEAD_PLACES, Layout, par
 from distributed_inference.remote import Pipeline, RemoteExecutor
 from distributed_inference.stages import Setup, StageRunner, StageServer
 from distributed_inference.startup import Environment, Group, check_same, code_version, short_sha256
-from evaluation_files import checkpoint_file
+from evaluation_files import checkpoint_file, checkpoint_labels
+from evaluation_plan import target_of_heads
 from pipeline_inference import (
     Decoder,
     Drafter,
@@ -51,7 +52,7 @@ from pipeline_model import (
     load_head,
     load_target_config,
     parse_stage_layers,
-    read_checkpoint,
+    read_head,
     split_layers,
 )
 from script_utils import Parser, first_line, quiet_libraries, resolve_dtype, show_what_can_be_shown
@@ -71,12 +72,15 @@ def speaks_for_machine() -> bool:
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
-def add_arguments(parser: Parser) -> None:
-    """The flags of a pipeline; what to decode is the script's."""
-    model = add_model_arguments(parser)
-    model.add_argument("--spec_head_ckpt", required=True, help="head checkpoint, a file or a folder")
+def add_arguments(parser: Parser, nargs: int | str = 1) -> None:
+    """The flags of a pipeline; what to decode is the script's.
+
+    nargs: as argparse has it, of --spec_head_ckpt, --num_stages, --temperature and --draft_top_k, which are lists.
+    """
+    model = add_model_arguments(parser, head_names_target=True)
+    model.add_argument("--spec_head_ckpt", nargs=nargs, required=True, help="head checkpoint, a file or a folder")
     ranks = parser.add_argument_group("ranks")
-    ranks.add_argument("--num_stages", type=int, help="n, for a head trained for several; unset: the head's")
+    ranks.add_argument("--num_stages", type=int, nargs=nargs, help="n, for a head trained for several; unset: its own")
     ranks.add_argument("--stage_layers", help='another split than the head\'s, "8;22": exact, but fewer drafts fit')
     ranks.add_argument("--colocate_draft", action="store_true", help="rank 0 runs the first stage, too: n ranks")
     ranks.add_argument("--rank_gpus", type=str, help='GPU of each rank: "0,1,2", or cpu; unset: LOCAL_RANK, or CPU')
@@ -87,15 +91,24 @@ def add_arguments(parser: Parser) -> None:
     ranks.add_argument("--prefill_timeout_sec", type=float, default=300, help="for a message while a prompt is run")
     ranks.add_argument("--decode_timeout_sec", type=float, default=60, help="for a message in a cycle")
     ranks.add_argument("--threads", type=int, default=1, help="CPU threads of a rank")
-    add_decoding_arguments(parser)
+    add_decoding_arguments(parser, nargs)
     measuring = parser.add_argument_group("measuring")
     measuring.add_argument("--warmup_iters", type=int, default=1, help="unrecorded generations before the first one")
+    measuring.add_argument("--warmup_new_tokens", type=int, help="new tokens of each; 0: no warm-up; unset: 2 n")
     measuring.add_argument(
         "--profile_timing",
         nargs="?",
         const="profile_timing.json",
         metavar="FILE",
         help="print where a cycle's time goes, and write it (bare: profile_timing.json)",
+    )
+    measuring.add_argument(
+        "--no-profile_timing",
+        "--no_profile_timing",
+        dest="profile_timing",
+        action="store_const",
+        const=None,
+        help="off",
     )
     measuring.add_argument("--trace", metavar="FILE", help="write a Chrome/Perfetto trace of all ranks")
 
@@ -104,25 +117,27 @@ class Checked:
     """What one rank knows before anything is loaded. ValueError for everything that cannot work."""
 
     def __init__(self, args: argparse.Namespace, environment: Environment):
-        self.sampling, self.max_new_tokens = Sampling(args.temperature, args.top_k, args.top_p), args.max_new_tokens
-        check_limits(args.max_new_tokens, args.draft_top_k)
-        check_attention(args.attn_implementation, args.draft_top_k, args.compile)
+        self.max_new_tokens, self.width = args.max_new_tokens, max(args.draft_top_k)
+        for temperature in args.temperature:
+            Sampling(temperature, args.top_k, args.top_p)
+        for width in args.draft_top_k:
+            check_limits(args.max_new_tokens, width)
+            check_attention(args.attn_implementation, width, args.compile)
         check_seed(args.seed)
         for name in ("load_timeout_sec", "prefill_timeout_sec", "decode_timeout_sec"):
             if not 0 < getattr(args, name) < float("inf"):
                 raise ValueError(f"--{name} is {getattr(args, name)}: it must be a positive number of seconds")
-        if args.warmup_iters < 0 or args.threads < 1:
-            raise ValueError(
-                f"--warmup_iters is {args.warmup_iters} and --threads {args.threads}: at least 0 and 1 are needed"
-            )
+        for name, least in (("warmup_iters", 0), ("warmup_new_tokens", 0), ("threads", 1)):
+            value = getattr(args, name)
+            if value is not None and value < least:
+                raise ValueError(f"--{name} is {value}: it must be at least {least}")
         for name in ("profile_timing", "trace"):
             path = getattr(args, name)
             if path is not None and Path(path).is_dir():
                 raise ValueError(f"--{name} is {path!r}, a folder: give a file name")
-        self.head, _ = read_checkpoint(args.spec_head_ckpt, mapped=True)
-        self.target_config = load_target_config(args.base_model_path, args.trust_remote_code)
-        self.head.check_target(self.target_config)
-        sizes = stage_sizes(args, self.head, self.target_config)
+        self.heads, self.base_model_path, self.target_config = read_heads(args)
+        self.anchors = tuple(sorted({anchor for head in self.heads.values() for anchor in head.anchors}))
+        sizes = shared_split(share_ranks(args, self.heads, self.target_config))
         self.layout = Layout(sizes, args.colocate_draft, args.lm_head)
         check_world(self.layout, environment.world_size)
         self.device, self.backend = choose_device(args, environment)
@@ -136,29 +151,81 @@ class Checked:
         """What must be the same on every rank."""
         return {
             "number of stages": str(self.layout.num_stages),
-            "stage layers": ";".join(map(str, self.layout.stage_sizes)),
+            "stage layers": _listed(self.layout.stage_sizes),
             "ranks": f"{self.layout.world_size}, {'co-located' if self.layout.colocated else 'separate'} draft",
             "lm_head": self.layout.lm_head,
-            "draft_top_k": str(args.draft_top_k),
+            "draft_top_k": " ".join(map(str, args.draft_top_k)),
             "backend": self.backend,
             "compile": str(args.compile),
             "dtype": str(self.dtype).removeprefix("torch."),
             "hidden size": str(self.target_config.hidden_size),
             "vocabulary": str(self.target_config.vocab_size),
-            "head checksum": short_sha256(checkpoint_file(args.spec_head_ckpt)),
+            "head checksum": " ".join(short_sha256(checkpoint_file(path)) for path in self.heads),
             "code version": code_version(),
         }
 
 
-def stage_sizes(args: argparse.Namespace, head: HeadConfig, target_config: PreTrainedConfig) -> tuple[int, ...]:
+def read_heads(args: argparse.Namespace) -> tuple[dict[str, HeadConfig], str, PreTrainedConfig]:
+    """The heads by path, the target's path and its configuration; no weight is read.
+
+    ValueError for a head given twice, one that does not fit the target, and as `target_of_heads`.
+    """
+    checkpoint_labels(args.spec_head_ckpt)
+    target = args.base_model_path or target_of_heads(args.spec_head_ckpt, HeadConfig)
+    config = load_target_config(target, args.trust_remote_code)
+    return {path: read_head(path, config, mapped=True).config for path in args.spec_head_ckpt}, target, config
+
+
+class Share(NamedTuple):
+    """Heads that the same ranks can serve."""
+
+    stage_sizes: tuple[int, ...]  # layers of each stage
+    num_stages: int | None  # as --num_stages asks for it
+    heads: list[str]  # paths
+
+
+def share_ranks(
+    args: argparse.Namespace, heads: Mapping[str, HeadConfig], target_config: PreTrainedConfig
+) -> list[Share]:
+    """Group heads, for every n that --num_stages gives, by the split of the target that they need."""
+    shares: dict[tuple, Share] = {}
+    for num_stages in dict.fromkeys(args.num_stages or [None]):
+        for path, head in heads.items():
+            try:
+                sizes = stage_sizes(args, head, target_config, num_stages)
+            except ValueError as error:
+                raise ValueError(f"{path!r}: {error}") from None
+            shares.setdefault((sizes, num_stages), Share(sizes, num_stages, [])).heads.append(path)
+    return list(shares.values())
+
+
+def shared_split(shares: Sequence[Share]) -> tuple[int, ...]:
+    """Layers of each stage. ValueError when these ranks cannot serve all heads."""
+    first, *others = shares
+    for other in others:
+        ours, theirs = (f"{share.heads[0]!r} has stages {_listed(share.stage_sizes)}" for share in (first, other))
+        raise ValueError(
+            f"{ours}, but {theirs}: the ranks that torchrun starts have one split; start this script with python "
+            "instead, and it starts the ranks of each"
+        )
+    return first.stage_sizes
+
+
+def stage_sizes(
+    args: argparse.Namespace, head: HeadConfig, target_config: PreTrainedConfig, num_stages: int | None
+) -> tuple[int, ...]:
     """Layers of each stage: the head's split, unless --stage_layers gives another one."""
     layers = target_config.num_hidden_layers
     override = parse_stage_layers(args.stage_layers)
     if override is None:
-        return head.split(layers, args.num_stages)
-    if args.num_stages not in (None, len(override)):
-        raise ValueError(f"--num_stages is {args.num_stages}, but --stage_layers lists {len(override)}: drop one")
+        return head.split(layers, num_stages)
+    if num_stages not in (None, len(override)):
+        raise ValueError(f"--num_stages is {num_stages}, but --stage_layers lists {len(override)}: drop one")
     return split_layers(layers, len(override), override)
+
+
+def _listed(sizes: Sequence[int]) -> str:
+    return ";".join(map(str, sizes))
 
 
 def check_world(layout: Layout, world_size: int) -> None:
@@ -174,17 +241,17 @@ def check_world(layout: Layout, world_size: int) -> None:
 
 def choose_device(args: argparse.Namespace, environment: Environment) -> tuple[torch.device, str]:
     """This rank's device, and the backend of payloads. ValueError for GPUs that are not there or cannot be shared."""
-    gpus = None if args.rank_gpus == "cpu" else parse_gpus(args.rank_gpus, environment.world_size)
+    on_cpu = (args.rank_gpus or "").strip() == "cpu"
+    gpus = None if on_cpu else parse_gpus(args.rank_gpus, environment.world_size)
     count = torch.cuda.device_count()
-    if args.rank_gpus == "cpu" or (gpus is None and not count):
+    if on_cpu or (gpus is None and not count):
         if args.dist_backend == "nccl":
             raise ValueError("--dist_backend nccl needs GPUs: use gloo on CPUs")
         return torch.device("cpu"), "gloo"
     index = environment.local_rank if gpus is None else gpus[environment.rank]
     if index >= count:
-        raise ValueError(
-            f"rank {environment.rank} wants GPU {index}, but this machine has {count}: name others with --rank_gpus"
-        )
+        way = "name others with --rank_gpus" if count else "--rank_gpus cpu runs on the CPU"
+        raise ValueError(f"rank {environment.rank} wants GPU {index}, but this machine has {count}: {way}")
     backend = args.dist_backend or "nccl"
     if (
         backend == "nccl"
@@ -194,7 +261,6 @@ def choose_device(args: argparse.Namespace, environment: Environment) -> tuple[t
         shared = sorted({gpu for gpu in gpus if gpus.count(gpu) > 1})
         if shared:
             raise ValueError(f"--rank_gpus gives GPU {shared[0]} to several ranks: that needs --dist_backend gloo")
-    torch.cuda.set_device(index)
     return torch.device("cuda", index), backend
 
 
@@ -202,33 +268,48 @@ class Lead:
     """The draft rank's side of a started pipeline: what the scripts decode with."""
 
     def __init__(self, args: argparse.Namespace, checked: Checked, pipeline: Pipeline, head: SpeculationHead):
+        """head: the first one of --spec_head_ckpt; the others are loaded when they are asked for."""
         self.args, self.checked, self.layout, self.target = args, checked, checked.layout, pipeline.target
-        self._pipeline = pipeline
-        drafter = SPDDrafter(head, self.target, self.layout.stage_sizes, args.use_deepest)
-        self.speculative = self._decoder(
-            drafter, head.config.anchors, args.verify_lag, draft_top_k=args.draft_top_k, verify_drafts=args.verify
-        )
-        self.alone = self._decoder(None, (0,), 0)  # the target on the same stages, without drafts
+        self._pipeline, self._head = pipeline, (args.spec_head_ckpt[0], head)
+        self.target_executor = RemoteExecutor(pipeline)  # of the target on the same stages, without drafts
 
-    def _decoder(self, drafter: Drafter | None, anchors: Sequence[int], verify_lag: int, **settings: Any) -> Decoder:
+    def speculative(self, path: str, sampling: Sampling, width: int) -> Decoder:
+        """A decoder with one of the heads. The head of another path is let go before this one is loaded."""
+        if self._head is None or self._head[0] != path:
+            self._head = None
+            self._head = path, load_head(path, self.target)
+        head, lag = self._head[1], self.args.verify_lag
+        return self._decoder(
+            RemoteExecutor(self._pipeline, head.config.anchors, verify_lag=lag),
+            SPDDrafter(head, self.target, self.layout.stage_sizes, self.args.use_deepest),
+            sampling,
+            verify_lag=lag,
+            draft_top_k=width,
+            verify_drafts=self.args.verify,
+        )
+
+    def alone(self, sampling: Sampling) -> Decoder:
+        """A decoder of the target on the same stages, without drafts."""
+        return self._decoder(self.target_executor, None, sampling)
+
+    def _decoder(self, executor: RemoteExecutor, drafter: Drafter | None, sampling: Sampling, **more: Any) -> Decoder:
         return Decoder(
-            RemoteExecutor(self._pipeline, anchors, verify_lag=verify_lag),
+            executor,
             drafter,
-            sampling=self.checked.sampling,
-            verify_lag=verify_lag,
+            sampling=sampling,
             eos_token_ids=self.target.eos_token_ids,
             max_positions=self.target.config.max_position_embeddings,
             seed=self.args.seed,
             keep_trace=self.args.profile_timing is not None or self.args.trace is not None,
-            **settings,
+            **more,
         )
 
-    def warm_up(self, prompt: Sequence[int], *decoders: Decoder) -> None:
+    def warm_up(self, prompt: Sequence[int], decoder: Decoder) -> None:
         """Unrecorded generations, so that no time has allocations and kernel choices in it."""
-        count = min(self.args.max_new_tokens, 2 * self.layout.num_stages)
-        for _ in range(self.args.warmup_iters):
-            for decoder in decoders:
-                decoder.generate(prompt, count)
+        wanted = self.args.warmup_new_tokens
+        count = min(self.args.max_new_tokens, 2 * self.layout.num_stages if wanted is None else wanted)
+        for _ in range(self.args.warmup_iters if count else 0):
+            decoder.generate(prompt, count)
 
 
 class Script(Protocol):
@@ -295,16 +376,18 @@ class RankProcess:
         self._describe = checked.layout.describe
         check_same(facts, self._describe)
         torch.set_num_threads(args.threads)
+        if checked.device.type == "cuda":
+            torch.cuda.set_device(checked.device)
         setup = Setup(
             layout=checked.layout,
             rank=rank,
             wires=group.wires(checked.layout, checked.device, checked.dtype, checked.backend),
-            width=args.draft_top_k,
-            anchors=checked.head.anchors,
+            width=checked.width,
+            anchors=checked.anchors,
             prefill_timeout=timedelta(seconds=args.prefill_timeout_sec),
             decode_timeout=timedelta(seconds=args.decode_timeout_sec),
         )
-        (target, head), memory = group.agree(lambda: self._load(setup))
+        (target, head), memory = group.agree(lambda: self._load(setup, checked))
         runner = self._runner(setup, target)
         if rank != DRAFT_RANK:
             StageServer(setup, target, runner).serve()
@@ -333,20 +416,19 @@ class RankProcess:
             self.script.prepare(checked)
         return checked, checked.facts(self.args)
 
-    def _load(self, setup: Setup) -> tuple[tuple[Target, SpeculationHead | None], dict[str, Any]]:
-        """This rank's part of the target, and the head where it drafts; and the memory that they take."""
+    def _load(self, setup: Setup, checked: Checked) -> tuple[tuple[Target, SpeculationHead | None], dict[str, Any]]:
+        """This rank's part of the target, and the first head where it drafts; and the memory that they take."""
         args, rank, layout = self.args, setup.rank, setup.layout
-        config = load_target_config(args.base_model_path, args.trust_remote_code)
-        part = layout.part(rank, config.vocab_size)
+        part = layout.part(rank, checked.target_config.vocab_size)
         target = Target.load(
-            args.base_model_path,
+            checked.base_model_path,
             dtype=setup.wires.dtype,
             device=setup.wires.device,
             attn_implementation=args.attn_implementation,
             trust_remote_code=args.trust_remote_code,
             part=part,
         )
-        head = load_head(args.spec_head_ckpt, target) if rank == DRAFT_RANK else None
+        head = load_head(args.spec_head_ckpt[0], target) if rank == DRAFT_RANK else None
         return (target, head), memory_row(setup, target, head, part.layers)
 
     def _reason(self, error: Exception) -> str:

@@ -70,11 +70,11 @@ class Layout:
 
 
 def parse_gpus(text: str | None, world_size: int) -> Sequence[int] | None:
-    """GPU of each rank from "0,1,2"; None where no list is given.
+    """GPU of each rank from "0,1,2"; None where no list is given, or an empty one.
 
     ValueError for anything but numbers, and for a list whose length is not the number of ranks.
     """
-    if text is None:
+    if text is None or not text.strip():
         return None
     entries = text.split(",")
     if not all(entry.strip().isdecimal() for entry in entries):

@@ -1,11 +1,13 @@
 """Evaluates a speculation head over a pipeline of ranks, on data sets of prompts: what eval.py does on one device.
 
-    torchrun --standalone --nproc_per_node=5 distributed_inference/eval_mp_pipeline_dataset.py \\
-        --spec_head_ckpt speculation_head_final.pt --base_model_path Qwen/Qwen3-4B --rank_gpus 0,1,2,3,4 \\
-        --datasets mt_bench gsm8k humaneval --prompts_per_dataset 80
+    python distributed_inference/eval_mp_pipeline_dataset.py --spec_head_ckpt s4.pt s8.pt \\
+        --rank_gpus 0,1,2,3,4,5,6,7,8 --datasets mt_bench gsm8k humaneval --prompts_per_dataset 80 \\
+        --temperature 0 1 --draft_top_k 1 4
 
+It starts its ranks itself, anew for heads with other stages; under torchrun all heads share the ranks that are there.
 Rows, summaries, plots and tables are eval.py's, in the same folders; the files begin with `mp_pipeline_eval`. The
-baseline is the target on the same stages without drafts: one token in the whole pipeline at a time.
+baseline is the target on the same stages without drafts, one token in the whole pipeline at a time, or the rows that
+eval.py has made of the target on one device (--baseline_rows).
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from timeline import stage_row
 
 
 def build_parser() -> RankParser:
-    parser = RankParser(description="Evaluation of a pipeline with a rank a stage; start it with torchrun.")
+    parser = RankParser(description="Evaluation of a pipeline with a rank a stage; python or torchrun starts it.")
     data = parser.add_argument_group("data")
     data.add_argument("--data_dir", type=Path, default=Path(__file__).parents[1] / "eval_data", help="data sets")
     data.add_argument("--datasets", nargs="+", help="folders there; unset: the official sets, or else the demo's")

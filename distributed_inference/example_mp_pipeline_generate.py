@@ -1,8 +1,9 @@
 """Speculative pipeline decoding with a rank a stage: prints what the pipeline generates for some prompts.
 
-    torchrun --standalone --nproc_per_node=5 distributed_inference/example_mp_pipeline_generate.py \\
-        --spec_head_ckpt speculation_head_final.pt --base_model_path Qwen/Qwen3-4B --rank_gpus 0,1,2,3,4 \\
-        --prompt "What is the capital of France?"
+    python distributed_inference/example_mp_pipeline_generate.py --spec_head_ckpt speculation_head_final.pt \\
+        --rank_gpus 0,1,2,3,4 --prompt "What is the capital of France?"
+
+It starts its ranks itself. `torchrun --standalone --nproc_per_node=5` in place of `python` starts them, too.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ PROMPT = "What is the capital of France?"
 
 
 def build_parser() -> RankParser:
-    parser = RankParser(description="Speculative pipeline decoding with a rank a stage; start it with torchrun.")
+    parser = RankParser(description="Speculative pipeline decoding with a rank a stage; python or torchrun starts it.")
     parser.add_argument(
         "--prompt", type=str, nargs="+", action="extend", help=f"one or more, repeatable; unset: {PROMPT!r}"
     )

@@ -44,8 +44,8 @@ class Environment:
         missing = [name for name in names if name not in os.environ]
         if missing:
             raise ValueError(
-                f"{', '.join(missing)} not set: start this script with torchrun --standalone --nproc_per_node=N, "
-                "N = number of stages + 1"
+                f"{', '.join(missing)} not set, but other variables of torchrun are: start this script with plain "
+                "python where none is, or with torchrun --standalone --nproc_per_node=N, N = number of stages + 1"
             )
         return cls(*(int(os.environ[name]) for name in names[:3]))
 

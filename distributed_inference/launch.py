@@ -29,7 +29,7 @@ from distributed_inference.layout import DRAFT_RANK, LM_HEAD_PLACES, Layout, par
 from distributed_inference.remote import Pipeline, RemoteExecutor
 from distributed_inference.stages import Setup, StageRunner, StageServer
 from distributed_inference.startup import Environment, Group, check_same, code_version, short_sha256
-from evaluation_files import checkpoint_file, checkpoint_labels
+from evaluation_files import check_writable, checkpoint_file, checkpoint_labels
 from evaluation_plan import target_of_heads
 from pipeline_inference import (
     Decoder,
@@ -135,6 +135,8 @@ class Checked:
             path = getattr(args, name)
             if path is not None and Path(path).is_dir():
                 raise ValueError(f"--{name} is {path!r}, a folder: give a file name")
+            if path is not None and environment.rank == DRAFT_RANK:
+                check_writable(Path(path).parent)
         self.heads, self.base_model_path, self.target_config = read_heads(args)
         self.anchors = tuple(sorted({anchor for head in self.heads.values() for anchor in head.anchors}))
         sizes = shared_split(share_ranks(args, self.heads, self.target_config))

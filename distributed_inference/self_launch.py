@@ -7,11 +7,13 @@ Everything that one process can check is checked for all of them before the firs
 from __future__ import annotations
 
 import argparse
+import io
 import logging
 import os
 import sys
 import uuid
 from collections.abc import Sequence
+from contextlib import redirect_stderr
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -76,7 +78,8 @@ def plan_launches(script_class: type[Script], args: argparse.Namespace) -> list[
         own_args = argparse.Namespace(**vars(args) | changed)
         for rank in range(world_size):
             choose_device(own_args, Environment(rank, rank, world_size))
-        script_class(own_args).prepare(Checked(own_args, Environment(0, 0, world_size)))
+        with redirect_stderr(io.StringIO()):  # notes: rank 0 writes them again
+            script_class(own_args).prepare(Checked(own_args, Environment(0, 0, world_size)))
         launches.append(Launch(world_size, command_line(changed)))
     return launches
 

@@ -3,9 +3,12 @@
     data = load_conversations(["sharegpt.json", "owner/name:train"], tokenizer, max_length=2048, num_proc=4)
     loader = DataLoader(data.train, batch_size=8, shuffle=True, collate_fn=PadCollator(tokenizer.pad_token_id))
 
-Sources are `.parquet`, `.jsonl` and `.json` files, directories of them, and hub data sets written `owner/name:split` or
-`owner/name:config:split`. A record keeps its turns in `conversations` or `messages`; a turn is `role`/`content` or
-`from`/`value`. A `.json` file may be an array, one record, or records one after the other.
+Sources are `.parquet`, `.jsonl` (or `.ndjson`) and `.json` files, the last two also as `.gz`, `.bz2` or `.xz` and in
+UTF-8, UTF-16 or UTF-32; folders of them; folders that `save_to_disk` of `datasets` wrote; and hub data sets, written
+`owner/name:split` or `owner/name:config:split`. A record keeps its turns in `conversations` or `messages`, as a list,
+as its JSON text, or as columns; a turn is `role`/`content` or `from`/`value`. Beside the turns may stand a system
+prompt (`system`, `system_prompt`, `system_message`) and `tools`; in an assistant's turn reasoning (`reasoning_content`,
+`reasoning`, `thinking`) and `tool_calls`. A `.json` file may be an array, one record, or records one after the other.
 
 What is not as it should be is repaired or skipped by these rules, from top to bottom, and counted; nothing aborts the
 run as long as one usable conversation remains:
@@ -15,12 +18,17 @@ run as long as one usable conversation remains:
     broken record (cut-off file, damaged line)               left out, place reported; whole records after it are used
     record that is no object or has neither column           record skipped
     turns null, empty, or not a list                         record skipped
-    unknown role (tool, function, ...)                       conversation ends before it: later turns build on its text
+    unknown role                                             conversation ends before it: later turns build on its text
+    call of a tool, or its result, and the chat template     conversation ends before it
+      has no place for it; a result without a call
+    reasoning, and the chat template has no place for it     left out
+    system prompt beside the turns and as a turn             the turn stays
     turn that is no object; content null, blank or not text  turn dropped (a list of text parts is text: parts joined)
-    half of a surrogate pair in a text                       becomes U+FFFD
+    half of a surrogate pair, or bytes that are no UTF-8     becomes U+FFFD
     system turn after the first user or assistant turn       turn dropped
     assistant turns before the first user turn               turns dropped: what they answer is missing
-    same role again                                          joined to one turn, a blank line between
+    same role again (but results of tools)                   joined to one turn, a blank line between
+    thinking that does not end                               conversation ends with it
     user or system turns after the last assistant turn       turns dropped: nothing answers them
     no assistant turn left                                   record skipped
     chat template raises an error                            record skipped
@@ -30,9 +38,11 @@ run as long as one usable conversation remains:
 
 What is supervised. The rendered conversation is tokenised once, exactly as `apply_chat_template` does it: the template
 writes every special token, the tokenizer adds none, so BOS is never doubled. Labels are set where the assistant writes:
-from the end of the generation prompt (all that decoding puts in front of a reply) through the end-of-turn token,
-thinking blocks that the template keeps or adds included. The line break that many templates put behind the end-of-turn
-token is never generated and not supervised.
+from the end of the prompt (all that decoding puts in front of a reply) through the end-of-turn token, thinking blocks
+and calls of tools included. The line break that many templates put behind the end-of-turn token is never generated and
+not supervised. A reply that was cut off (thinking without an end, or `finish` is "length"), and every answer that
+generate_training_data.py wrote, stands behind the prompt as the target wrote it; one that was cut off has no end of
+turn. A reply that thinks was written with thinking on; for others `enable_thinking` says.
 """
 
 import hashlib
@@ -56,20 +66,30 @@ from jinja2 import TemplateError
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from chat_format import ChatFormat
-from conversation_sources import Counters, SkipRecord, find_sources, read_turns
+from chat_format import ChatFormat, Message, Setting, Span, is_cut_off, thinks
+from conversation_sources import (
+    Conversation,
+    Counters,
+    SkipRecord,
+    find_sources,
+    first_of,
+    folder_lines,
+    read_conversations,
+)
 from script_utils import first_line
 
 IGNORE_INDEX = -100
+TOOL_ROLES = ("tool", "function", "observation", "ipython", "tool_response", "tool_result")
 ROLE_ALIASES = {
     **dict.fromkeys(("user", "human", "prompter"), "user"),
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "claude", "bot", "model", "ai"), "assistant"),
     **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(TOOL_ROLES, "tool"),
 }
 OVERFLOW_POLICIES = ("discard", "truncate", "split")
 
 CHUNK_CONVERSATIONS = 64  # conversations a worker encodes at a time
-CACHE_VERSION = 1  # raise when the same input would give other rows
+CACHE_VERSION = 2  # raise when the same input would give other rows
 ROWS_SCHEMA = pa.schema(
     {"input_ids": pa.list_(pa.int32()), "labels": pa.list_(pa.int32()), "example_id": pa.string()},
 )
@@ -117,58 +137,159 @@ def clean_text(content: object, repaired: Counter) -> str | None:
     try:
         content.encode("utf-8")
     except UnicodeEncodeError:  # tokenizers refuse half surrogates
-        repaired["half surrogate in a text"] += 1
+        repaired["half surrogate, or no UTF-8, in a text: replaced"] += 1
         content = content.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return content
 
 
-def known_turns(turns: list, counters: Counters) -> Iterator[tuple[str, object]]:
-    """Yields (role, content) up to the first unknown role."""
+def as_turns(turns: object) -> list:
+    """The list of turns behind the forms in which files keep one. Raises SkipRecord for what is none.
+
+    These are the list itself; its JSON text; columns, {"role": [...], "content": [...]}, which `datasets` makes of it;
+    and in the list, instead of an object, its JSON text or its pairs, which a parquet map gives.
+    """
+    if isinstance(turns, str):
+        turns = parsed(turns)
+    if isinstance(turns, dict) and turns and all(isinstance(column, list) for column in turns.values()):
+        turns = [dict(zip(turns, values, strict=False)) for values in zip(*turns.values(), strict=False)]
+    if not isinstance(turns, list):
+        raise SkipRecord("no turns" if turns is None else f"turns are not a list but {type(turns).__name__}")
+    if not turns:
+        raise SkipRecord("no turns")
+    turns = [parsed(turn) if isinstance(turn, str) else turn for turn in turns]
+    return [dict(turn) if is_pairs(turn) else turn for turn in turns]
+
+
+def parsed(text: str) -> object:
+    """The value of a JSON text; other texts as they are."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def is_pairs(turn: object) -> bool:
+    """Whether a turn is a list of (key, value)."""
+    return isinstance(turn, list) and all(
+        isinstance(pair, (list, tuple)) and len(pair) == 2 and isinstance(pair[0], str) for pair in turn
+    )
+
+
+def clean_calls(calls: object) -> list[dict] | None:
+    """The calls of a turn as templates want them, arguments as objects; None for what is no list of calls."""
+    calls = parsed(calls) if isinstance(calls, str) else calls
+    if not isinstance(calls, list):
+        return None
+    cleaned = []
+    for call in calls:
+        function = call.get("function") or call if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            return None
+        arguments = function.get("arguments")
+        arguments = parsed(arguments) if isinstance(arguments, str) else {} if arguments is None else arguments
+        named = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+        cleaned.append(named | {"type": "function", "function": {"name": function["name"], "arguments": arguments}})
+    return cleaned
+
+
+def clean_message(role: str, turn: dict, repaired: Counter) -> Message:
+    """A turn as a message; its content is "" when it has no text. Raises ValueError for calls that are none."""
+    content = turn.get("value") if turn.get("content") is None else turn["content"]
+    message = {"role": role, "content": clean_text(content, repaired) or ""}
+    if role == "assistant":
+        reasoning = first_of(turn, ("reasoning_content", "reasoning", "thinking"))
+        if text := clean_text(reasoning, repaired):
+            message["reasoning_content"] = text
+        if turn.get("tool_calls"):
+            message["tool_calls"] = clean_calls(turn["tool_calls"])
+            if message["tool_calls"] is None:
+                raise ValueError("tool_calls is no list of calls")
+    if role == "tool":
+        message |= {key: turn[key] for key in ("name", "tool_call_id") if isinstance(turn.get(key), str)}
+    return message
+
+
+def known_turns(turns: list, counters: Counters, tools: bool) -> Iterator[Message]:
+    """Yields messages up to the first one that no template, or not this one, has a place for."""
+    repaired, last = counters.repaired, None
     for turn in turns:
         if not isinstance(turn, dict):
-            counters.repaired["turn is not an object: dropped"] += 1
+            repaired["turn is not an object: dropped"] += 1
             continue
         name = turn.get("role") or turn.get("from")
         role = ROLE_ALIASES.get(str(name).strip().lower())
-        if role is None:
+        if role is None or (role == "tool" and not (tools and last in ("assistant", "tool"))):
             counters.unknown_roles["(missing)" if name is None else str(name)[:40]] += 1
-            counters.repaired["unknown role: conversation ended before it"] += 1
+            why = "unknown role" if role is None else "result of a tool without a call that the template writes"
+            repaired[f"{why}: conversation ended before it"] += 1
             return
-        yield role, turn.get("value") if turn.get("content") is None else turn["content"]
+        if role == "assistant" and turn.get("tool_calls") and not tools:
+            repaired["call of a tool, no place in the chat template: conversation ended before it"] += 1
+            return
+        try:
+            message = clean_message(role, turn, repaired)
+        except ValueError as error:
+            repaired[f"{error}: conversation ended before it"] += 1
+            return
+        if message.keys() == {"role", "content"} and not message["content"]:
+            repaired["turn without text (empty, an image, ...): dropped"] += 1
+            continue
+        last = role
+        yield message
 
 
-def clean_messages(turns: object, counters: Counters) -> list[dict[str, str]]:
+def clean_messages(turns: object, counters: Counters, *, system: object = None, tools: bool = False) -> list[Message]:
     """Applies the rules of the module's table to the turns of one record, but those about unanswered turns.
 
-    Returns messages `{"role", "content"}`: an optional system message, then user and assistant in turn. Raises
-    SkipRecord.
+    system: a system prompt that stands beside the turns. tools: whether the chat template writes calls and results.
+    Returns messages, at least `{"role", "content"}`: an optional system message, then user and assistant in turn, with
+    results of tools between calls and answers. Raises SkipRecord.
     """
-    if not isinstance(turns, list):
-        raise SkipRecord("no turns" if turns is None else "turns are not a list")
-    if not turns:
-        raise SkipRecord("no turns")
     repaired = counters.repaired
     messages = []
-    for role, content in known_turns(turns, counters):
-        text = clean_text(content, repaired)
-        last = messages[-1]["role"] if messages else None
-        if text is None:
-            repaired["empty turn: dropped"] += 1
-        elif role == "system" and last not in (None, "system"):
+    for message in known_turns(as_turns(turns), counters, tools):
+        role, last = message["role"], messages[-1]["role"] if messages else None
+        if role == "system" and last not in (None, "system"):
             repaired["late system turn: dropped"] += 1
-        elif role == "assistant" and last in (None, "system"):
+        elif role in ("assistant", "tool") and last in (None, "system"):
             repaired["assistant turn before any user turn: dropped"] += 1
-        elif role == last:
+        elif role == last and role != "tool":
             repaired["same role again: joined"] += 1
-            messages[-1]["content"] += "\n\n" + text
+            join(messages[-1], message)
         else:
-            messages.append({"role": role, "content": text})
+            messages.append(message)
+    if system is None:
+        return messages
+    text = clean_text(system, repaired)
+    if text is None:
+        repaired["system prompt beside the turns is no text: left out"] += 1
+    elif not messages or messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": text})
+    elif messages[0]["content"] != text:
+        repaired["system prompt beside the turns, and another one as a turn: left out"] += 1
     return messages
 
 
-def clean_conversation(turns: object, counters: Counters) -> list[dict[str, str]]:
-    """The messages of one record, an assistant message last. Raises SkipRecord."""
-    messages = clean_messages(turns, counters)
+def join(message: Message, other: Message) -> None:
+    """Makes one message of two: their texts with a blank line between, their calls one after the other."""
+    for key in ("content", "reasoning_content"):
+        texts = [text for text in (message.get(key), other.get(key)) if text]
+        if texts:
+            message[key] = "\n\n".join(texts)
+    if "tool_calls" in other:
+        message["tool_calls"] = message.get("tool_calls", []) + other["tool_calls"]
+
+
+def clean_conversation(
+    turns: object, counters: Counters, *, system: object = None, tools: bool = False
+) -> list[Message]:
+    """The messages of one record, an assistant message last. Arguments as above. Raises SkipRecord."""
+    messages = clean_messages(turns, counters, system=system, tools=tools)
+    for index, message in enumerate(messages[:-1]):
+        if message["role"] == "assistant" and is_cut_off(message):
+            counters.repaired["thinking without an end: conversation ended with it"] += 1
+            del messages[index + 1 :]
+            break
     while messages and messages[-1]["role"] != "assistant":
         messages.pop()
         counters.repaired["unanswered turn at the end: dropped"] += 1
@@ -177,13 +298,23 @@ def clean_conversation(turns: object, counters: Counters) -> list[dict[str, str]
     return messages
 
 
-def first_prompt(turns: object, counters: Counters) -> list[dict[str, str]]:
+def first_prompt(found: Conversation, counters: Counters) -> list[Message]:
     """The first user message of one record, and the system message before it. Raises SkipRecord."""
-    messages = clean_messages(turns, counters)
+    messages = clean_messages(found.turns, counters, system=found.system)
     for index, message in enumerate(messages):
         if message["role"] == "user":
             return messages[: index + 1]
     raise SkipRecord("no user turn")
+
+
+def tools_of(found: Conversation) -> str:
+    """The functions that the assistant may call, as JSON; "" for none. Raises SkipRecord for another form."""
+    tools = parsed(found.tools) if isinstance(found.tools, str) else found.tools
+    if not tools:
+        return ""
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise SkipRecord("tools are not a list of objects")
+    return json.dumps(tools)
 
 
 def supervise(ids: np.ndarray, offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> np.ndarray:
@@ -203,19 +334,19 @@ def supervise(ids: np.ndarray, offsets: list[tuple[int, int]], spans: list[tuple
 
 
 class ChunkEncoder:
-    """Turns a chunk of (example_id, turns) into a record batch of examples and its counters."""
+    """Turns a chunk of (example_id, conversation) into a record batch of examples and its counters."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Options):
         self.chat = ChatFormat(tokenizer, options.enable_thinking)
         self.tokenizer = tokenizer
         self.options = options
 
-    def __call__(self, chunk: list[tuple[str, object]]) -> tuple[pa.RecordBatch, Counters]:
+    def __call__(self, chunk: list[tuple[str, Conversation]]) -> tuple[pa.RecordBatch, Counters]:
         counters = Counters()
         rendered = []  # (example_id, text, spans)
-        for example_id, turns in chunk:
+        for example_id, found in chunk:
             try:
-                rendered.append((example_id, *self._render(clean_conversation(turns, counters))))
+                rendered.append((example_id, *self._render(found, counters)))
             except SkipRecord as reason:
                 counters.skipped[str(reason)] += 1
         columns = {name: [] for name in ROWS_SCHEMA.names}
@@ -235,11 +366,25 @@ class ChunkEncoder:
                 counters.supervised_tokens += int((piece_labels != IGNORE_INDEX).sum())
         return pa.record_batch(columns, schema=ROWS_SCHEMA), counters
 
-    def _render(self, messages: list[dict[str, str]]) -> tuple[str, list[tuple[int, int]]]:
+    def _render(self, found: Conversation, counters: Counters) -> tuple[str, list[Span]]:
+        """The text of a conversation and what the assistant wrote of it. Raises SkipRecord."""
+        chat = self.chat
+        messages = clean_conversation(found.turns, counters, system=found.system, tools=chat.knows_tools)
+        messages, lost = chat.fit(messages)
+        if lost:
+            counters.repaired["reasoning, no place in the chat template: left out"] += lost
+        reply = messages[-1]
+        thinking = found.enable_thinking
+        if not isinstance(thinking, bool):
+            thinking = self.options.enable_thinking or thinks(reply)
+        setting = Setting(tools_of(found), thinking)
+        cut_off = is_cut_off(reply) or found.finish == "length"
         try:
+            if "tool_calls" not in reply and (cut_off or found.finish == "eos"):
+                return chat.render_as_written(messages, setting, finished=not cut_off)
             if self.options.mask_assistant:
-                return self.chat.render_with_spans(messages)
-            return self.chat.render(messages), []
+                return chat.render_with_spans(messages, setting)
+            return chat.render(messages, setting), []
         except (TemplateError, TypeError) as error:
             raise SkipRecord(f"chat template: {first_line(error)}") from error
 
@@ -321,16 +466,16 @@ def encode_chunks(
 def write_rows(folder: Path, sources, tokenizer, options: Options, num_proc: int, show_progress: bool) -> Counters:
     """Writes `rows.arrow` and `counters.json`. Raises ValueError when no example comes out."""
     counters = Counters()
-    turns = (item for source in sources for item in read_turns(source, counters))
-    turns = iter(tqdm(turns, desc="conversations", unit=" conv", disable=not show_progress))
-    chunks = iter(lambda: list(islice(turns, CHUNK_CONVERSATIONS)), [])
+    found = (item for source in sources for item in read_conversations(source, counters))
+    found = iter(tqdm(found, desc="conversations", unit=" conv", disable=not show_progress))
+    chunks = iter(lambda: list(islice(found, CHUNK_CONVERSATIONS)), [])
     with pa.ipc.new_stream(folder / "rows.arrow", ROWS_SCHEMA) as stream:
         for batch, batch_counters in encode_chunks(chunks, tokenizer, options, num_proc):
             stream.write_batch(batch)
             counters.add(batch_counters)
     if counters.examples == 0:
         roles = {f"unknown role {role}": count for role, count in counters.unknown_roles.most_common(5)}
-        reasons = {**counters.skipped, **roles}
+        reasons = {**counters.skipped, **counters.repaired, **roles}
         details = ", ".join(f"{reason}: {count}" for reason, count in reasons.items())
         damage = f"; first damage: {counters.damage[0]}" if counters.damage else ""
         raise ValueError(
@@ -394,7 +539,8 @@ def load_conversations(
         raise ValueError(f"val_fraction is {val_fraction}; it has to lie in [0, 1)")
     if num_proc < 1:
         raise ValueError(f"num_proc is {num_proc}; it has to be at least 1")
-    sources = find_sources([data_path] if isinstance(data_path, (str, Path)) else data_path)
+    data_path = [data_path] if isinstance(data_path, (str, Path)) else data_path
+    sources = find_sources(data_path)
     root = Path(cache_dir or Path(datasets.config.HF_DATASETS_CACHE) / "conversation_data")
     folder = root / cache_key(sources, tokenizer, options)
     if not folder.exists():
@@ -410,26 +556,33 @@ def load_conversations(
                     raise
     counters = Counters.load(folder / "counters.json")
     if verbose:
-        print(counters.table(), flush=True)
+        print("\n".join([*folder_lines(data_path), counters.table()]), flush=True)
     rows = datasets.Dataset.from_file(str(folder / "rows.arrow"))
     return ConversationData(*hold_out(rows, val_fraction, seed), counters)
 
 
 def hold_out(rows: datasets.Dataset, fraction: float, seed: int) -> tuple[datasets.Dataset, datasets.Dataset | None]:
-    """Splits by conversation: the `fraction` whose hashes are smallest is held out, at least one.
+    """Splits by conversation: of every file the `fraction` whose hashes are smallest is held out, at least one in all.
 
     Raises ValueError when nothing would be left to train on.
     """
     if fraction == 0.0:
         return rows, None
     conversation_of = [re.sub(r"#\d+$", "", example_id) for example_id in rows["example_id"]]
-    conversations = sorted(set(conversation_of), key=lambda name: (draw(name, seed), name))
-    count = max(1, round(fraction * len(conversations)))
-    if count == len(conversations):
+    files: dict[str, list[str]] = {}  # file -> its conversations, smallest hash first
+    for name in sorted(set(conversation_of), key=lambda name: (draw(name, seed), name)):
+        files.setdefault(name.rpartition(":")[0], []).append(name)
+    held_out, seen = set(), 0
+    for _, conversations in sorted(files.items()):
+        count = round(fraction * (seen + len(conversations))) - round(fraction * seen)
+        held_out.update(conversations[:count])
+        seen += len(conversations)
+    if not held_out:
+        held_out.add(max(files.values(), key=len)[0])
+    if len(held_out) == seen:
         raise ValueError(
-            f"val_fraction {fraction} of {count} conversations leaves none to train on; give more data or 0"
+            f"val_fraction {fraction} of {seen} conversations leaves none to train on; give more data or 0"
         )
-    held_out = set(conversations[:count])
     is_val = np.fromiter((name in held_out for name in conversation_of), dtype=bool, count=len(conversation_of))
     return rows.select(np.flatnonzero(~is_val)), rows.select(np.flatnonzero(is_val))
 

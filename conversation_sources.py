@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
+import lzma
+import os
 import re
+import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TextIO
 
 import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from script_utils import first_line
+from script_utils import first_line, read_text, text_encoding
 
 CONVERSATION_COLUMNS = ("conversations", "messages")
-READ_CHARS = 1 << 20  # characters read at a time from a .json file
+SYSTEM_COLUMNS = ("system", "system_prompt", "system_message")
+# What else of a record changes its text; "finish" and "enable_thinking" are generate_training_data.py's.
+MORE_COLUMNS = (*SYSTEM_COLUMNS, "tools", "finish", "finish_reason", "enable_thinking")
+READ_CHARS = 1 << 16  # characters read at a time from a .json file
 
 
 @dataclass
@@ -105,9 +114,14 @@ class TextWindow:
             self.position = pattern.match(self.text, self.position).end()
         return self.position < len(self.text)
 
+    def drop_read(self) -> None:
+        """Drops what lies before the cursor: the cost of an error grows with the text in front of it."""
+        self.offset = self.byte(self.position)
+        self.text, self.position = self.text[self.position :], 0
+
     def byte(self, position: int) -> int:
         """Byte offset in the file of a character of `text`."""
-        return self.offset + len(self.text[:position].encode("utf-8", "surrogateescape"))
+        return self.offset + len(self.text[:position].encode(self.handle.encoding, self.handle.errors))
 
     def ends_too_soon(self, error: json.JSONDecodeError) -> bool:
         """Whether `error` may be only the end of the window: an open string, or an error in the last few characters.
@@ -119,6 +133,21 @@ class TextWindow:
 
 # Between records of an array, of concatenated records, and of records a line. U+FEFF is a byte order mark.
 SEPARATORS = re.compile(r"[\s,\[\]\ufeff]*")
+RECORD_START = re.compile(r'\{\s*(?:"|\Z)')  # where a file is damaged, the next thing that may be an object
+BLANKS = " \t\r\n\ufeff"  # around the JSON of a line
+OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+
+
+def open_text(path: Path) -> TextIO:
+    """A file of JSON text, perhaps compressed, in UTF-8, UTF-16 or UTF-32; its lines end at \\n only.
+
+    What UTF-8 cannot decode survives as half surrogates, so that characters map back to bytes exactly.
+    """
+    opener = OPENERS.get(path.suffix.lower(), open)
+    with opener(path, "rb") as file:
+        encoding = text_encoding(file.read(4))
+    errors = "surrogateescape" if encoding == "utf-8" else "replace"
+    return opener(path, "rt", encoding=encoding, errors=errors, newline="\n")
 
 
 def decode_next(window: TextWindow, decoder: json.JSONDecoder) -> tuple[object, int]:
@@ -137,13 +166,16 @@ def decode_next(window: TextWindow, decoder: json.JSONDecoder) -> tuple[object, 
 def move_to_next_record(window: TextWindow, decoder: json.JSONDecoder) -> None:
     """Moves the cursor to the next object that is a whole record, else to the end of the file."""
     while True:
-        window.position = window.text.find("{", window.position + 1)
-        if window.position < 0:
+        found = RECORD_START.search(window.text, window.position + 1)
+        if found is None:
             window.position = len(window.text)
             if not window.grow():
                 return
             window.position = -1
             continue
+        window.position = found.start()
+        if window.position > READ_CHARS:
+            window.drop_read()
         try:
             value, end = decode_next(window, decoder)
         except json.JSONDecodeError:
@@ -157,8 +189,7 @@ def read_json(path: Path, counters: Counters) -> Iterator[tuple[int, object]]:
     """Yields (index, record). Broken records are counted with their byte offset and do not get an index."""
     decoder = json.JSONDecoder()
     index = 0
-    # surrogateescape and newline="": what cannot be decoded survives, and characters map back to bytes exactly.
-    with open(path, encoding="utf-8", errors="surrogateescape", newline="") as handle:
+    with open_text(path) as handle:
         window = TextWindow(handle)
         while window.skip(SEPARATORS):
             try:
@@ -173,22 +204,53 @@ def read_json(path: Path, counters: Counters) -> Iterator[tuple[int, object]]:
             index += 1
 
 
-def read_jsonl(path: Path, counters: Counters) -> Iterator[tuple[int, object]]:
-    """Yields (line number, record), lines counted from 1. Broken lines are counted with their number."""
-    with open(path, "rb") as handle:
+def read_jsonl(path: Path, counters: Counters) -> Iterator[tuple[int | str, object]]:
+    """Yields (line number, record), lines counted from 1. Broken lines are counted with their number.
+
+    A line that is an array of records gives each of them. A file that is one array over many lines is read as such.
+    """
+    if not has_a_record_a_line(path):
+        yield from read_json(path, counters)
+        return
+    with open_text(path) as handle:
         for number, line in enumerate(handle, start=1):
-            if not line.strip():
+            if not line.strip(BLANKS):
                 continue
             try:
-                record = json.loads(line)
-            except (ValueError, RecursionError) as error:  # broken JSON, broken UTF-8, brackets without end
+                line.encode()  # what is no UTF-8 was read as half surrogates
+                record = json.loads(line.strip(BLANKS))
+            except UnicodeEncodeError:
+                counters.broken(f"{path}: line {number:,}: not UTF-8")
+            except (ValueError, RecursionError) as error:  # broken JSON, brackets without end
                 counters.broken(f"{path}: line {number:,}: {error}")
-                continue
-            yield number, record
+            else:
+                if is_list_of_records(record):
+                    yield from ((f"{number}.{index}", item) for index, item in enumerate(record))
+                else:
+                    yield number, record
+
+
+def has_a_record_a_line(path: Path) -> bool:
+    """Whether the first line of a .jsonl file is more than the beginning of an array or of an object."""
+    with open_text(path) as handle:
+        first = next((line.strip(BLANKS) for line in handle if line.strip(BLANKS)), "")
+    try:
+        json.loads(first)
+    except (ValueError, RecursionError):
+        return first != "{" and not first.startswith("[")
+    return True
+
+
+def is_list_of_records(value: object) -> bool:
+    """Whether a line's value is an array of records, not one of turns."""
+    return isinstance(value, list) and all(
+        isinstance(item, dict) and any(column in item for column in CONVERSATION_COLUMNS) for item in value
+    )
 
 
 def conversation_columns(source: str, columns: Iterable[str]) -> list[str]:
-    """Those of `columns` that hold conversations. Raises ValueError when there is none."""
+    """Those of `columns` that are read. Raises ValueError when none holds conversations."""
+    columns = list(columns)
     known = [name for name in columns if name in CONVERSATION_COLUMNS]
     if not known:
         raise ValueError(
@@ -196,7 +258,7 @@ def conversation_columns(source: str, columns: Iterable[str]) -> list[str]:
             f"known are {' and '.join(CONVERSATION_COLUMNS)}: rename the column that holds the list of turns, "
             "or leave the file out"
         )
-    return known
+    return known + [name for name in columns if name in MORE_COLUMNS]
 
 
 def read_parquet(path: Path, counters: Counters) -> Iterator[tuple[int, object]]:
@@ -210,7 +272,17 @@ def read_parquet(path: Path, counters: Counters) -> Iterator[tuple[int, object]]
         raise ValueError(f"{path}: cannot be read as parquet ({first_line(error)}); fetch the file again") from error
 
 
-READERS = {".parquet": read_parquet, ".jsonl": read_jsonl, ".json": read_json}
+READERS = {".parquet": read_parquet, ".jsonl": read_jsonl, ".ndjson": read_jsonl, ".json": read_json}
+KNOWN = f"{', '.join(READERS)} (the last three also {', '.join(OPENERS)})"
+
+
+def kind_of(path: Path) -> str | None:
+    """The suffix in READERS that a file's name ends with, compressed or not; None for any other file."""
+    name = Path(path.name.lower())
+    if name.suffix in OPENERS:
+        name = name.with_suffix("")
+        return name.suffix if name.suffix in READERS and name.suffix != ".parquet" else None
+    return name.suffix if name.suffix in READERS else None
 
 
 @dataclass(frozen=True)
@@ -223,8 +295,14 @@ class FileSource:
     def name(self) -> str:
         return self.path.as_posix()
 
-    def records(self, counters: Counters) -> Iterator[tuple[int, object]]:
-        return READERS[self.path.suffix](self.path, counters)
+    def records(self, counters: Counters) -> Iterator[tuple[int | str, object]]:
+        """Yields (index, record). What a compressed file has before it breaks off is used."""
+        try:
+            yield from READERS[kind_of(self.path)](self.path, counters)
+        except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
+            if isinstance(error, OSError) and error.errno is not None:  # about the path, not about what is in the file
+                raise
+            counters.broken(f"{self.path}: {first_line(error)}: the rest is not read")
 
     def fingerprint(self) -> list:
         state = self.path.stat()
@@ -232,8 +310,8 @@ class FileSource:
 
 
 @dataclass(frozen=True)
-class HubSource:
-    """One split of a hub data set, `owner/name:split` or `owner/name:config:split`."""
+class DatasetSource:
+    """One split of a data set, from the hub (`owner/name:split`, `owner/name:config:split`) or of `save_to_disk`."""
 
     name: str
     rows: datasets.Dataset
@@ -252,7 +330,7 @@ class HubSource:
 HUB_NAME = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(:(?P<config>[\w.-]+))?:(?P<split>\w+(\[[^\]]*\])?)")
 
 
-def open_hub_source(name: re.Match) -> HubSource:
+def open_hub_source(name: re.Match) -> DatasetSource:
     """Loads the hub data set that HUB_NAME matched. Raises OSError when it cannot be had."""
     try:
         rows = datasets.load_dataset(name["repository"], name["config"], split=name["split"])
@@ -261,26 +339,114 @@ def open_hub_source(name: re.Match) -> HubSource:
             f"hub data set {name[0]!r} cannot be loaded ({first_line(error)}); "
             "check its name and split, or give local files"
         ) from error
-    return HubSource(name[0], rows)
+    return DatasetSource(name[0], rows)
 
 
-def find_sources(data_path: Sequence[str]) -> list[FileSource | HubSource]:
+def open_saved(folder: Path) -> DatasetSource:
+    """A data set that `save_to_disk` wrote. Raises ValueError when it cannot be read, or is several splits."""
+    if (folder / "dataset_dict.json").is_file():
+        splits = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
+        raise ValueError(f"{folder}: this data set has the splits {', '.join(splits)}: name one, {folder / splits[0]}")
+    try:
+        return DatasetSource(folder.as_posix(), datasets.load_from_disk(str(folder)))
+    except (OSError, ValueError, pa.ArrowException, datasets.exceptions.DatasetsError) as error:
+        raise ValueError(f"{folder}: cannot be read as a saved data set ({first_line(error)})") from error
+
+
+def is_saved(folder: Path) -> bool:
+    """Whether `save_to_disk` of a data set, or of several splits, wrote a folder."""
+    return (folder / "dataset_dict.json").is_file() or all(
+        (folder / name).is_file() for name in ("state.json", "dataset_info.json")
+    )
+
+
+def is_run_record(path: Path) -> bool:
+    """Whether a file is what a program of ours wrote about a run, beside its output."""
+    if not path.name.endswith("run.json"):
+        return False
+    try:
+        record = json.loads(read_text(path))
+    except (OSError, ValueError):
+        return False
+    return isinstance(record, dict) and {"arguments", "commit", "versions"} <= set(record)
+
+
+@dataclass(frozen=True)
+class Folder:
+    """What a folder and those below it hold; hidden files and folders are passed over."""
+
+    path: str  # as the caller wrote it
+    read: list[Path]  # data files and folders of `save_to_disk`, by name
+    left_out: list[str]  # names, and why where that is not the suffix
+
+    @property
+    def line(self) -> str:
+        """One line: what is read and what is not."""
+        read = listed([file.relative_to(self.path).as_posix() for file in self.read])
+        return f"{self.path}: read {read}" + (f"; not read: {listed(self.left_out)}" if self.left_out else "")
+
+
+def listed(names: Sequence[str], most: int = 12) -> str:
+    """Names with commas; of a long list the first ones and a count."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more:,} more" if more > 0 else "")
+
+
+def list_folder(path: str) -> Folder:
+    """Raises ValueError for a folder without data."""
+    folder = Folder(path, [], [])
+    for place, folders, files in os.walk(path):
+        here = Path(place)
+        if is_saved(here):
+            folder.read.append(here)
+            folders.clear()
+            continue
+        folders[:] = sorted(name for name in folders if not is_hidden(name))
+        for name in filter(lambda name: not is_hidden(name), [*folders, *files]):
+            file, shown = here / name, (here / name).relative_to(path).as_posix()
+            if name in folders:
+                if file.is_symlink():
+                    folder.left_out.append(f"{shown} (a link to a folder: name it itself)")
+            elif kind_of(file) is None or not file.is_file():
+                folder.left_out.append(shown)
+            elif is_run_record(file):
+                folder.left_out.append(f"{shown} (the record of a run)")
+            else:
+                folder.read.append(file)
+    folder.read.sort()
+    folder.left_out.sort()
+    if not folder.read:
+        found = f"; it holds {listed(folder.left_out)}" if folder.left_out else ""
+        raise ValueError(f"{path}: no {KNOWN} file in this directory{found}")
+    return folder
+
+
+def is_hidden(name: str) -> bool:
+    """Copies that editors, notebooks, download tools and macOS keep beside the files of a user."""
+    return name.startswith(".") or name == "__MACOSX"
+
+
+def folder_lines(data_path: Sequence[str]) -> list[str]:
+    """A line for every folder among the entries: what is read of it and what is not."""
+    return [list_folder(str(entry)).line for entry in data_path if Path(entry).is_dir() and not is_saved(Path(entry))]
+
+
+def find_sources(data_path: Sequence[str]) -> list[FileSource | DatasetSource]:
     """Files, directories and hub names -> sources, in the order given, the files of a directory by name.
 
     Raises FileNotFoundError for what does not exist and ValueError for a file or directory without a known form.
     """
     sources = []
-    known = ", ".join(READERS)
     for entry in data_path:
         path = Path(entry)
+        if not str(entry).strip():
+            raise ValueError("the path of the data is empty")
         if path.is_dir():
-            files = sorted(file for file in path.rglob("*") if file.suffix in READERS and file.is_file())
-            if not files:
-                raise ValueError(f"{entry}: no {known} file in this directory")
-            sources += [FileSource(file) for file in files]
+            files = [path] if is_saved(path) else list_folder(str(entry)).read
+            sources += [open_saved(file) if file.is_dir() else FileSource(file) for file in files]
         elif path.is_file():
-            if path.suffix not in READERS:
-                raise ValueError(f"{entry}: unknown suffix {path.suffix!r}; known are {known}")
+            if kind_of(path) is None:
+                raise ValueError(f"{entry}: unknown suffix {path.suffix!r}; known are {KNOWN}")
             sources.append(FileSource(path))
         elif hub_name := HUB_NAME.fullmatch(str(entry)):
             sources.append(open_hub_source(hub_name))
@@ -291,14 +457,27 @@ def find_sources(data_path: Sequence[str]) -> list[FileSource | HubSource]:
     return sources
 
 
-def read_turns(source: FileSource | HubSource, counters: Counters) -> Iterator[tuple[str, object]]:
-    """Yields (example_id, turns as found) of every record that has a conversation column.
+@dataclass(frozen=True)
+class Conversation:
+    """What a record says, as found."""
+
+    turns: object
+    system: object = None  # a system prompt beside the turns
+    tools: object = None  # functions that the assistant may call
+    finish: object = None  # how the last reply ended; "length": it was cut off
+    enable_thinking: object = None  # what the target was told that wrote it
+
+
+def read_conversations(source: FileSource | DatasetSource, counters: Counters) -> Iterator[tuple[str, Conversation]]:
+    """Yields (example_id, conversation as found) of every record that has a conversation column.
 
     Raises ValueError when the source has records, but no record with such a column.
     """
     columns, has_known = set(), False
     for index, record in source.records(counters):
         counters.records += 1
+        if isinstance(record, list):  # of turns, without a record around it
+            record = {"messages": record}
         if not isinstance(record, dict):
             counters.skipped["record is not an object"] += 1
             continue
@@ -308,7 +487,20 @@ def read_turns(source: FileSource | HubSource, counters: Counters) -> Iterator[t
             counters.skipped["no conversation column"] += 1
             continue
         has_known = True
-        turns = next((record[column] for column in found if record[column] is not None), None)
-        yield f"{source.name}:{index}", turns
+        yield (
+            f"{source.name}:{index}",
+            Conversation(
+                turns=first_of(record, found),
+                system=first_of(record, SYSTEM_COLUMNS),
+                tools=record.get("tools"),
+                finish=first_of(record, ("finish", "finish_reason")),
+                enable_thinking=record.get("enable_thinking"),
+            ),
+        )
     if columns and not has_known:
         conversation_columns(source.name, columns)
+
+
+def first_of(record: Mapping[str, object], names: Sequence[str]) -> object:
+    """The first of these entries that is there and not null."""
+    return next((record[name] for name in names if record.get(name) is not None), None)

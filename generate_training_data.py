@@ -6,8 +6,9 @@
 
 A head decodes text that its target writes, so that is the text to learn from; mixed with other text it also sees what
 the target would not have said. A line holds `id` (the prompt's record), `temperature`, `finish` ("eos" or "length"),
-and `messages`. The file grows by whole batches; what batch i holds follows from the arguments alone, so a run that was
-killed is started again with the same command and goes on where it stopped, to the same file.
+`messages` and `enable_thinking`: training puts the answer behind the prompt that the target saw, and an end of turn
+behind an answer that was not cut off. The file grows by whole batches; what batch i holds follows from the arguments
+alone, so a run that was killed is started again with the same command and goes on where it stopped, to the same file.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from transformers import PreTrainedTokenizerBase
 from chat_format import ChatFormat
 from chat_template import add_template_flags, check_template_flags, use_template
 from conversation_data import first_prompt
-from conversation_sources import Counters, SkipRecord, find_sources, read_turns
+from conversation_sources import Counters, SkipRecord, find_sources, folder_lines, read_conversations
 from pipeline_inference import Sampling, load_tokenizer
 from pipeline_model import ATTN_IMPLEMENTATIONS, Target
 from script_utils import (
@@ -90,13 +91,13 @@ def read_prompts(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -
         raise ValueError(f"--data_path: {error}") from None
     chat, counters, prompts = ChatFormat(tokenizer, args.enable_thinking), Counters(), []
     for source in sources:
-        for record, turns in read_turns(source, counters):
+        for record, found in read_conversations(source, counters):
             try:
-                messages = first_prompt(turns, counters)
+                messages = first_prompt(found, counters)
+                text = chat.render_prompt(messages)
             except SkipRecord as reason:
                 counters.skipped[str(reason)] += 1
                 continue
-            text = chat.render(messages, add_generation_prompt=True)
             if len(text) > 16 * args.max_prompt_tokens:  # not worth tokenising
                 counters.skipped["prompt too long"] += 1
                 continue
@@ -106,6 +107,8 @@ def read_prompts(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -
                 continue
             prompts.append((Path(record).name, messages, ids))
     left_out = ", ".join(f"{count} {reason}" for reason, count in counters.skipped.most_common())
+    for line in folder_lines(args.data_path):
+        print(line)
     print(f"{len(prompts)} prompts of {counters.records} records" + (f"; left out: {left_out}" if left_out else ""))
     if not prompts:
         raise ValueError(
@@ -152,6 +155,15 @@ def batches_done(args: argparse.Namespace, batches: list[list[int]]) -> int:
     return done
 
 
+def continuation(tokenizer: PreTrainedTokenizerBase, prompt: list[int], new: list[int]) -> str:
+    """What the new tokens add to the text of the prompt: special tokens, and the blank that the first may begin with.
+
+    Decoded alone, a reply loses that blank where a tokenizer marks the beginnings of words.
+    """
+    before, after = (tokenizer.decode(ids, clean_up_tokenization_spaces=False) for ids in (prompt, prompt + new))
+    return after.removeprefix(before) if after.startswith(before) else tokenizer.decode(new)
+
+
 class Writer:
     """Answers batches of prompts with a frozen target."""
 
@@ -178,10 +190,9 @@ class Writer:
             eos_token_id=list(self.target.eos_token_ids),
             **self.sampling,
         )[:, longest:].tolist()
-        for row in written:
+        for prompt, row in zip(prompts, written, strict=True):
             end = next((i for i, token in enumerate(row) if token in self.target.eos_token_ids), None)
-            text = self.tokenizer.decode(row[:end], skip_special_tokens=True)
-            yield text, "length" if end is None else "eos"
+            yield continuation(self.tokenizer, prompt, row[:end]), "length" if end is None else "eos"
 
 
 def main(args: argparse.Namespace) -> None:
@@ -215,6 +226,7 @@ def main(args: argparse.Namespace) -> None:
             for (record, messages, _), (text, finish) in zip(chosen, answers, strict=True):
                 turns = [*messages, {"role": "assistant", "content": text}]
                 line = {"id": record, "temperature": args.temperature, "finish": finish, "messages": turns}
+                line["enable_thinking"] = args.enable_thinking
                 lines.append(json.dumps(line, ensure_ascii=False) + "\n")
             file.write("".join(lines))
             file.flush()

@@ -637,7 +637,8 @@ class Trainer:
         args, accelerator, progress = self.args, self.accelerator, self.progress
         if self.data.val is None:
             return []
-        longest_first = np.argsort(-example_lengths(self.data.val)[: args.val_examples], kind="stable")
+        longest_first = spread(len(self.data.val), args.val_examples)
+        longest_first = longest_first[np.argsort(-example_lengths(self.data.val)[longest_first], kind="stable")]
         batches = [longest_first[i : i + args.batch_size] for i in range(0, len(longest_first), args.batch_size)]
         shapes = [(n, fill) for n in self.splits for fill in range(1 if args.trained_with_use_deepest else n, n + 1)]
         sums = torch.zeros(len(shapes), 4, dtype=torch.float64, device=accelerator.device)
@@ -781,6 +782,12 @@ class Trainer:
         }
         if self.accelerator.is_main_process:
             write_json(self.args.output_dir / "run.json", record | more)
+
+
+def spread(total: int, most: int) -> np.ndarray:
+    """Indices of at most so many of `total` rows, evenly spaced: they come from all files in proportion."""
+    count = min(total, most)
+    return np.arange(count) * total // max(count, 1)
 
 
 def load_data(

@@ -32,7 +32,7 @@ from matplotlib.figure import Figure
 
 import generate_training_data
 import train
-from conversation_sources import Counters, find_sources, read_turns
+from conversation_sources import Counters, find_sources, read_conversations
 from pipeline_model import CHECKPOINT_NAME, Target, load_head, save_head
 from script_utils import Parser, atomic_open, quiet_libraries, run_script
 from training_state import LOG_NAME
@@ -114,7 +114,8 @@ def deal_conversations(source: Path, work: Path) -> None:
     if all(path.exists() for path in files):
         return
     (reader,) = find_sources([str(source)])
-    records = [turns for _, turns in read_turns(reader, Counters()) if turns and len(turns) >= 2]
+    records = [found.turns for _, found in read_conversations(reader, Counters())]
+    records = [turns for turns in records if turns and len(turns) >= 2]
     random.Random(1).shuffle(records)
     left = iter(records)
     for name, count in CONVERSATIONS.items():

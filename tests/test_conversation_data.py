@@ -275,18 +275,18 @@ IMAGE = [{"type": "image"}, {"type": "text", "text": "b"}]
         ([user("a"), user("c"), assistant("b")], [user("a\n\nc"), assistant("b")], "joined"),
         ([user("a"), assistant("b"), assistant("c")], [user("a"), assistant("b\n\nc")], "joined"),
         ([user("a"), assistant("b"), user("c")], [user("a"), assistant("b")], "unanswered turn"),
-        ([user("a"), assistant("b"), user("c"), assistant(None)], [user("a"), assistant("b")], "empty turn"),
-        ([system(""), user("a"), user(" \n"), assistant("b")], [user("a"), assistant("b")], "empty turn"),
+        ([user("a"), assistant("b"), user("c"), assistant(None)], [user("a"), assistant("b")], "turn without text"),
+        ([system(""), user("a"), user(" \n"), assistant("b")], [user("a"), assistant("b")], "turn without text"),
         ([user("a"), system("s"), user("c"), assistant("b")], [user("a\n\nc"), assistant("b")], "late system turn"),
         ([None, user("a"), "text", assistant("b")], [user("a"), assistant("b")], "not an object"),
         ([user(PARTS), assistant("b")], [user("ab"), assistant("b")], None),
-        ([user("a"), user(IMAGE), user(7), assistant("b")], [user("a"), assistant("b")], "empty turn"),
+        ([user("a"), user(IMAGE), user(7), assistant("b")], [user("a"), assistant("b")], "turn without text"),
         ([user("a"), assistant("\ud83d b")], [user("a"), assistant("\ufffd b")], "half surrogate"),
         ([user("a"), assistant("\ud83d\ude00")], [user("a"), assistant("\U0001f600")], "half surrogate"),
         (
             [user("a"), assistant("b"), {"role": "tool", "content": "c"}, assistant("d")],
             [user("a"), assistant("b")],
-            "unknown role",
+            "result of a tool",
         ),
         ([{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], [user("a"), assistant("b")], None),
         # Arrow gives every turn all keys
@@ -445,10 +445,9 @@ HELLO = turns("hi", "yo a", "b", "c")
             "<|im_start|> user ⏎ hi <|im_end|> ⏎ <|im_start|> assistant ⏎⏎ [yo <|im_end|>] ⏎",
         ),
         (
-            QWEN35,  # the reply begins like the prompt's own <think>
+            QWEN35,  # thinking that does not end, and begins with the prompt's own <think>
             turns("hi", "<think> a"),
-            "<|im_start|> user ⏎ hi <|im_end|> ⏎ "
-            "<|im_start|> assistant ⏎ <think> ⏎⏎ [</think> ⏎⏎ <think> ␣ a <|im_end|>] ⏎",
+            "<|im_start|> user ⏎ hi <|im_end|> ⏎ <|im_start|> assistant ⏎ <think> ⏎ [␣ a]",
         ),
     ],
 )

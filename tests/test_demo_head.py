@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "checkpoints"))
 import make_prompts
 import train_demo_head
 
-from conversation_sources import Counters, find_sources, read_turns
+from conversation_sources import Counters, find_sources, read_conversations
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def dealt(folder):
     files = {}
     for path in sorted(folder.glob("*.jsonl")):
         (source,) = find_sources([str(path)])
-        files[path.name] = [turns[0]["value"] for _, turns in read_turns(source, Counters())]
+        files[path.name] = [found.turns[0]["value"] for _, found in read_conversations(source, Counters())]
     return files
 
 

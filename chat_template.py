@@ -11,14 +11,13 @@ import hashlib
 import json
 import os
 import sys
-from argparse import BooleanOptionalAction
 from pathlib import Path
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from script_utils import first_line, read_text
+from script_utils import Switch, first_line, read_text
 
 # For tokenizers without a chat template, in training and in decoding. The space in front of a reply is the
 # assistant's, as byte-level BPE wants it.
@@ -41,7 +40,7 @@ def add_template_flags(group: argparse._ArgumentGroup) -> None:
     """How prompts are rendered; the same flags in all scripts."""
     group.add_argument(
         "--enable_thinking",
-        action=BooleanOptionalAction,
+        action=Switch,
         default=False,
         help="let a chat template that has this switch ask for thinking; off as in the paper",
     )

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from argparse import BooleanOptionalAction
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,16 @@ from evaluation_plan import Plan, PlannedRun, Planner
 from evaluation_plots import plot_summary
 from evaluation_workers import Task, Workers
 from pipeline_model import ATTN_IMPLEMENTATIONS
-from script_utils import Parser, add_dtype_argument, atomic_open, quiet_libraries, run_record, run_script, write_json
+from script_utils import (
+    Parser,
+    Switch,
+    add_dtype_argument,
+    atomic_open,
+    quiet_libraries,
+    run_record,
+    run_script,
+    write_json,
+)
 
 
 def build_parser() -> Parser:
@@ -58,12 +66,10 @@ def build_parser() -> Parser:
     )
     decoding.add_argument("--top_k", type=int, default=0, help="0: off")
     decoding.add_argument("--top_p", type=float, default=1.0, help="1: off")
-    decoding.add_argument(
-        "--use_deepest", action=BooleanOptionalAction, help="spd: as the head was trained, unless set"
-    )
+    decoding.add_argument("--use_deepest", action=Switch, help="spd: as the head was trained, unless set")
     decoding.add_argument("--seed", type=int, default=0, help="of every random draw")
     baseline = parser.add_argument_group("baseline: the target alone")
-    baseline.add_argument("--baseline", action=BooleanOptionalAction, default=True, help="run it and compare")
+    baseline.add_argument("--baseline", action=Switch, default=True, help="run it and compare")
     baseline.add_argument("--baseline_cache_dir", type=Path, help="unset: baseline_cache in the output folder")
     baseline.add_argument("--force_baseline_recompute", action="store_true", help="run it again though it is cached")
     run = parser.add_argument_group("run")

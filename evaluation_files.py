@@ -235,12 +235,3 @@ def baseline_cache(folder: Path, settings: Mapping[str, Any]) -> RowLog:
     temperature = number_name(settings["temperature"])
     stem = folder / f"baseline__{safe_name(settings['target'])}__T{temperature}__{settings_key(settings)}"
     return RowLog(Path(f"{stem}.jsonl"), Path(f"{stem}.json"))
-
-
-def check_writable(folder: Path) -> None:
-    """ValueError unless files can be made in a folder, which need not exist yet. Makes nothing."""
-    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    if not existing.is_dir():
-        raise ValueError(f"{str(folder)!r} cannot be written: {str(existing)!r} is no folder")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise ValueError(f"{str(folder)!r} cannot be written: no permission in {str(existing)!r}")

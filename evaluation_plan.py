@@ -23,7 +23,6 @@ from evaluation_files import (
     RowLog,
     RunFiles,
     baseline_cache,
-    check_writable,
     checkpoint_file,
     checkpoint_labels,
     code_fingerprint,
@@ -37,7 +36,7 @@ from evaluation_methods import METHODS, Run
 from evaluation_workers import TargetOptions
 from pipeline_inference import Sampling, check_attention, check_limits, load_tokenizer
 from pipeline_model import HeadConfig, default_target_path, load_target_config, read_checkpoint, read_head
-from script_utils import resolve_dtype
+from script_utils import check_output_folder, resolve_dtype
 
 PLACEMENT = "all stages on one device"  # what the wall-clock times of this evaluation mean
 
@@ -103,6 +102,8 @@ def check_flags(args: argparse.Namespace) -> None:
     if args.force_baseline_recompute and (args.resume or not args.baseline):
         other = "--resume would mix two baselines in one run" if args.resume else "--no-baseline leaves nothing to do"
         raise ValueError(f"--force_baseline_recompute with {other}: drop one of the two")
+    check_output_folder("--output_dir", args.output_dir)
+    check_output_folder("--baseline_cache_dir", args.baseline_cache_dir)
 
 
 def target_of_heads(paths: Sequence[str], config_class: type[HeadConfig] | None) -> str:
@@ -193,8 +194,6 @@ class Planner:
         axes = (args.spec_head_ckpt or [None], args.temperature, args.draft_top_k, args.num_stages or [None], chains)
         shared = self.target_settings()
         runs = [self.planned(shared, *values) for values in itertools.product(*map(dict.fromkeys, axes))]
-        for folder in (args.output_dir, baseline_folder(args)):
-            check_writable(folder)
         for planned in runs:
             planned.files.rows.check(planned.settings, resume=args.resume)
         return Plan(runs, self.samples, self.options, self.devices, self.tokenizer, self.note)

@@ -33,6 +33,7 @@ from pipeline_model import ATTN_IMPLEMENTATIONS, Target
 from script_utils import (
     Parser,
     add_dtype_argument,
+    check_output_file,
     quiet_libraries,
     resolve_device,
     resolve_dtype,
@@ -81,6 +82,9 @@ def check(args: argparse.Namespace) -> None:
     Sampling(args.temperature, args.top_k, args.top_p)  # ValueError for what no sampling can be
     if args.output.suffix != ".jsonl":
         raise ValueError(f"--output is {str(args.output)!r}: name a .jsonl file, which train.py reads")
+    check_output_file("--output", args.output)
+    if args.output.exists() and not args.output.is_file():
+        raise ValueError(f"--output {str(args.output)!r} is no regular file: what is there could not be gone on with")
 
 
 def read_prompts(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, list, list[int]]]:

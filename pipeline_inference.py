@@ -20,13 +20,11 @@ import os
 import sys
 import threading
 import time
-from argparse import BooleanOptionalAction
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from numbers import Integral
-from pathlib import Path
 from typing import ClassVar, NamedTuple, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -58,7 +56,9 @@ from pipeline_model import (
 )
 from script_utils import (
     Parser,
+    Switch,
     add_dtype_argument,
+    check_output_file,
     first_line,
     is_text,
     quiet_libraries,
@@ -1021,8 +1021,8 @@ def add_decoding_arguments(parser: Parser, nargs: int | str | None = None) -> ar
     spd = parser.add_argument_group("pipeline")
     spd.add_argument("--draft_top_k", type=int, default=width, help="W, width of the draft tree; 1: a chain", **several)
     spd.add_argument("--verify_lag", type=int, default=0, choices=[0, 1], help="1: verify beside the next cycle")
-    spd.add_argument("--verify", action=BooleanOptionalAction, default=True, help="off: accept every draft (debugging)")
-    spd.add_argument("--use_deepest", action=BooleanOptionalAction, help="as the head was trained, unless set")
+    spd.add_argument("--verify", action=Switch, default=True, help="off: accept every draft (debugging)")
+    spd.add_argument("--use_deepest", action=Switch, help="as the head was trained, unless set")
     return spd
 
 
@@ -1052,8 +1052,7 @@ class Demo:
         check_seed(args.seed)
         if args.trace and not args.spec_head_ckpt:
             raise ValueError("--trace shows the pipeline's stages: it needs --spec_head_ckpt")
-        if args.trace and Path(args.trace).is_dir():
-            raise ValueError(f"--trace is {args.trace!r}, a folder: give a file name")
+        check_output_file("--trace", args.trace)
         config, _ = read_checkpoint(args.spec_head_ckpt) if args.spec_head_ckpt else (None, None)
         self.args = args
         self.target = Target.load(

@@ -1,18 +1,27 @@
-"""What the scripts share: one-line errors with exit code 2, files that are never half-written, a run's record."""
+"""What the scripts share: one-line errors with exit code 2, output files, switches, a run's record.
+
+Output files are checked before anything is loaded (`check_output_file`, `check_output_folder`), are the old or the new
+file and never half of one (`atomic_open`), and belong to one process at a time (`lock_folder`, `lock_file`).
+"""
 
 from __future__ import annotations
 
 import argparse
 import codecs
+import errno
+import fcntl
 import io
 import json
 import os
 import re
+import secrets
 import select
+import shutil
 import signal
+import socket
+import stat
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
@@ -26,6 +35,13 @@ from transformers.utils import logging
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}  # short -> long
 RECORDED_PACKAGES = ("torch", "transformers", "accelerate", "datasets", "numpy")
+# What a disk can answer to a write, and a user can mend.
+DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG, errno.ENAMETOOLONG, errno.ELOOP}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Command lines
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 class Parser(argparse.ArgumentParser):
@@ -58,6 +74,8 @@ class Parser(argparse.ArgumentParser):
         Functions that serve Python callers too name a setting without the dashes.
         """
         message = " ".join(message.split())
+        if len(message) > 1200:  # a value that nobody reads: what is wrong stands before it, the way out after it
+            message = f"{message[:800]} [...] {message[-300:]}"
         setting = re.match(r"(\w+) (is|lists) ", message)
         return f"--{message}" if setting and f"--{setting[1]}" in self._option_string_actions else message
 
@@ -94,6 +112,25 @@ def not_empty(text: str) -> str:
     return text
 
 
+WORDS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
+
+
+class Switch(argparse.Action):
+    """A flag that is on or off: `--flag`, `--no-flag`, `--no_flag`, `--flag True`, `--flag False`."""
+
+    def __init__(self, option_strings: list[str], dest: str, **settings: Any):
+        off = [f"--no{mark}{name.removeprefix('--')}" for name in option_strings for mark in "-_"]
+        super().__init__([*option_strings, *off], dest, nargs="?", metavar="True|False", **settings)
+        self._off = off
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: str | None, option: str | None
+    ) -> None:
+        if value is not None and (option in self._off or value.lower() not in WORDS):
+            raise argparse.ArgumentError(self, f"{value!r} is neither True nor False, or follows a --no-")
+        setattr(namespace, self.dest, option not in self._off if value is None else WORDS[value.lower()])
+
+
 def run_script(main: Callable[[argparse.Namespace], int | None], parser: Parser) -> NoReturn:
     """Parse, run, exit. A ValueError, or a path of no use, is the user's to mend: one line, exit code 2.
 
@@ -118,10 +155,11 @@ def _run(main: Callable[[argparse.Namespace], int | None], parser: Parser) -> in
         return main(args)
     except ValueError as error:
         parser.error(str(error))
-    except (PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError) as error:
-        if error.filename is None:  # not about a path: a defect
+    except OSError as error:
+        of_a_path = isinstance(error, (PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError))
+        if error.filename is None or not (of_a_path or error.errno in DISK_ERRORS):  # a defect
             raise
-        parser.error(f"{error.filename}: {error.strerror}; give another path")
+        parser.error(f"{error.filename}: {error.strerror}; give another path{room_for(error)}")
     except KeyboardInterrupt:
         parser.exit(130, f"\n{parser.prog}: interrupted\n")
 
@@ -200,20 +238,264 @@ def read_text(path: str | Path) -> str:
     return content.decode(text_encoding(content)).removeprefix("\ufeff")
 
 
+def shown(value: object, most: int = 80) -> str:
+    """A value as a message may hold it: long text is cut, of long lists there is the length."""
+    text = str(value)
+    if len(text) <= most:
+        return text
+    return f"a list of {len(value)}" if isinstance(value, (list, tuple)) else f"{text[: most - 3]}..."
+
+
+def room_for(error: OSError) -> str:
+    """What else helps against this error than another path, for the end of a message."""
+    return ", or make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Output files
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def check_output_file(flag: str, path: str | Path | None) -> None:
+    """ValueError that names the flag unless a file can be written there; no path is fine. What it tries out goes again.
+
+    Character devices and named pipes are written to as they are. Folders, block devices, sockets, and paths in a
+    missing or read-only folder are refused.
+    """
+    if path is None:
+        return
+    try:
+        _try_file(path)
+    except OSError as error:
+        raise ValueError(
+            f"{flag} {str(path)!r} cannot be written ({error.strerror}): give another path{room_for(error)}"
+        ) from None
+
+
+def check_output_folder(flag: str, folder: str | Path | None) -> None:
+    """ValueError that names the flag unless files can be written in a folder, which need not exist yet. Makes nothing.
+
+    No path is fine.
+    """
+    if folder is None:
+        return
+    existing = next(
+        path for path in (Path(folder).absolute(), *Path(folder).absolute().parents) if os.path.lexists(path)
+    )
+    try:
+        if not existing.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, f"{str(existing)!r} is no folder")
+        _try_folder(existing)
+    except OSError as error:
+        raise ValueError(
+            f"{flag} {str(folder)!r} cannot be written ({error.strerror}): give another folder{room_for(error)}"
+        ) from None
+
+
+def _try_file(path: str | Path) -> None:
+    """OSError with a reason that a user understands, if a file cannot be written there."""
+    descriptor = own_descriptor(path)
+    if descriptor is not None:
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+            raise PermissionError(errno.EACCES, "it is not open for writing")
+        return
+    real = Path(os.path.realpath(path))
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        if not real.parent.is_dir():
+            raise FileNotFoundError(errno.ENOENT, f"there is no folder {str(real.parent)!r}") from None
+        _try_folder(real.parent)
+        return
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, "it is a folder")
+    if stat.S_ISBLK(mode) or stat.S_ISSOCK(mode):
+        raise OSError(errno.EINVAL, "it is a disk or a socket, no file")
+    if not os.access(path, os.W_OK):
+        raise PermissionError(errno.EACCES, "no permission")
+    if stat.S_ISREG(mode):
+        _try_folder(real.parent)
+
+
+def _try_folder(folder: Path) -> None:
+    """OSError if no file can be made in a folder that is there. Trying is the only way to know, for root above all."""
+    trial = folder / f".{secrets.token_hex(6)}.trial"
+    os.close(os.open(trial, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+    trial.unlink()
+
+
+def own_descriptor(path: str | Path) -> int | None:
+    """N where a path, or what it links to, is a name for this process's open file N: /dev/stdout, /dev/fd/N."""
+    for _ in range(40):  # as many links as Linux follows
+        path = os.path.abspath(path)
+        found = re.fullmatch(rf"(?:/dev/fd|/proc/(?:self|thread-self|{os.getpid()})/fd)/(\d+)", path)
+        if found:
+            return int(found[1])
+        if not os.path.islink(path):
+            return None
+        path = os.path.join(os.path.dirname(path), os.readlink(path))
+    return None
+
+
+class _RawFile(io.FileIO):
+    """A file that remembers why a write failed: `torch.save` turns the reason into an error of its own."""
+
+    failure: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.failure = error
+            raise
+
+
 @contextmanager
 def atomic_open(path: str | Path, mode: str = "w") -> Iterator[IO]:
-    """Open a temporary file beside `path` and rename it at the end: the old file or the new one, never half of it."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, mode, encoding=None if "b" in mode else "utf-8") as file:
+    """Open a file to write that is the old one or the new one, never half of it: a temporary file takes its place.
+
+    A link stays and its target is replaced. Devices, named pipes and open files (/dev/stdout) are written to directly:
+    a rename would take them away from everyone else. Missing folders are made. OSError names `path`.
+    """
+    encoding = None if "b" in mode else "utf-8"
+    descriptor = own_descriptor(path)
+    if descriptor is None and (not os.path.exists(path) or os.path.isfile(path)):
+        with _replacing(Path(path), mode) as file:
             yield file
-        os.chmod(temporary, 0o644)  # mkstemp's files are private
-        os.replace(temporary, path)
+        return
+    print(end="", flush=True)  # what was printed before comes before
+    with naming(path), open(path if descriptor is None else os.dup(descriptor), mode, encoding=encoding) as file:
+        yield file
+
+
+@contextmanager
+def _replacing(path: Path, mode: str) -> Iterator[IO]:
+    """`atomic_open` for a regular file, or one that is not there yet."""
+    real = Path(os.path.realpath(path))
+    real.parent.mkdir(parents=True, exist_ok=True)
+    temporary = real.with_name(f".{real.name[:40]}.{secrets.token_hex(6)}")
+    with naming(path):
+        raw = _RawFile(temporary, "x")
+    buffer = io.BufferedWriter(raw)
+    file = buffer if "b" in mode else io.TextIOWrapper(buffer, encoding="utf-8")
+    try:
+        yield file
+        with naming(path):
+            file.flush()
+            os.fsync(raw.fileno())  # a file that is renamed before its content is on disk can be empty after a crash
+            file.close()
+            if real.exists():
+                shutil.copymode(real, temporary)
+            os.replace(temporary, real)
     except BaseException:
-        os.unlink(temporary)
+        with suppress(OSError):
+            file.close()
+        temporary.unlink(missing_ok=True)
+        if raw.failure is not None:
+            raise OSError(raw.failure.errno, raw.failure.strerror, str(path)) from None
         raise
+
+
+@contextmanager
+def naming(path: str | Path) -> Iterator[None]:
+    """OSErrors of the block get the name of the file that it writes: those of `write` and `flush` have none."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def append_text(path: Path, text: str) -> None:
+    """Append whole lines so that neither a kill nor a power cut loses them, nor a full disk leaves half of one.
+
+    Half a line that a killed process left at the end is cut off before. OSError names `path`.
+    """
+    with naming(path), path.open("ab+") as file:
+        end = whole_lines(file)
+        file.truncate(end)
+        try:
+            file.write(text.encode())
+            file.flush()
+            os.fsync(file.fileno())
+        except OSError:
+            with suppress(OSError):  # it closes with what it could not write
+                file.close()
+            os.truncate(path, end)
+            raise
+
+
+def whole_lines(file: IO[bytes]) -> int:
+    """Bytes of a file up to the end of its last whole line."""
+    position = file.seek(0, os.SEEK_END)
+    while position > 0:
+        start = max(0, position - 65536)
+        file.seek(start)
+        found = file.read(position - start).rfind(b"\n")
+        if found >= 0:
+            return start + found + 1
+        position = start
+    return 0
+
+
+@contextmanager
+def lock_folder(flag: str, folder: Path) -> Iterator[None]:
+    """Make a folder, and let no other process write there while the block runs. ValueError when one does already.
+
+    The lock is the system's (flock) on `.lock` in the folder and ends with the process, however that ends. A folder
+    that is still empty afterwards goes again.
+    """
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with _lock(folder / ".lock", f"{flag} {str(folder)!r}"):
+            yield
+    finally:
+        with suppress(OSError):  # not empty
+            for path in made:
+                path.rmdir()
+
+
+@contextmanager
+def lock_file(flag: str, path: Path) -> Iterator[None]:
+    """`lock_folder` for one file of a folder that is there."""
+    real = Path(os.path.realpath(path))
+    with _lock(real.with_name(f".{real.name}.lock"), f"{flag} {str(path)!r}"):
+        yield
+
+
+@contextmanager
+def _lock(path: Path, output: str) -> Iterator[None]:
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(descriptor, 200).decode(errors="replace") or "another process"
+            os.close(descriptor)
+            raise ValueError(f"{output} is in use: {holder} writes there; wait for it, or choose another") from None
+        except OSError as error:
+            print(f"{output}: no lock against a second process ({error.strerror})", file=sys.stderr)
+            break
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                break
+        os.close(descriptor)  # the process before us has just removed it
+    with suppress(OSError):  # a full disk
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # before the lock goes: nobody else can have it yet
+            path.unlink()
+        os.close(descriptor)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Records
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def run_record(args: argparse.Namespace) -> dict[str, Any]:

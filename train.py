@@ -24,7 +24,6 @@ import os
 import signal
 import sys
 import time
-from argparse import BooleanOptionalAction
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -70,6 +69,8 @@ from pipeline_model import (
 )
 from script_utils import (
     Parser,
+    Switch,
+    check_output_folder,
     first_line,
     quiet_libraries,
     run_record,
@@ -159,7 +160,7 @@ def add_data_flags(parser: Parser) -> None:
         "--max_length_overflow", default="truncate", choices=OVERFLOW_POLICIES, help="what happens to longer ones"
     )
     data.add_argument("--min_length", type=COUNT, default=2, help="tokens; shorter examples are left out")
-    data.add_argument("--mask_assistant", action=BooleanOptionalAction, default=True, help="learn assistant text only")
+    data.add_argument("--mask_assistant", action=Switch, default=True, help="learn assistant text only")
     data.add_argument("--val_fraction", type=number(float, 0, 0.5), default=0.01, help="conversations held out")
     data.add_argument("--val_examples", type=COUNT, default=128, help="held-out examples used at most")
     data.add_argument("--num_proc", type=COUNT, default=1, help="processes that tokenise")
@@ -198,7 +199,7 @@ def add_head_flags(parser: Parser) -> None:
     head.add_argument("--init_head", help="checkpoint whose weights to start from, for more training on other data")
     head.add_argument(
         "--trained_with_use_deepest",
-        action=BooleanOptionalAction,
+        action=Switch,
         default=True,
         help="also train on partly filled pipelines, where completed tokens show their deepest features",
     )
@@ -258,6 +259,9 @@ def check_launch(args: argparse.Namespace) -> None:
         for name, value in only_cuda.items():
             if getattr(args, name) == value:
                 raise ValueError(f"--{name} {value} needs a CUDA device, and there is none")
+    if int(os.environ.get("RANK", 0)) == 0:
+        for name in ("output_dir", "cache_dir", "feature_cache"):
+            check_output_folder(f"--{name}", getattr(args, name))
     if args.feature_cache_layers and args.feature_cache is None:
         raise ValueError("--feature_cache_layers needs --feature_cache, the folder")
     if args.lr_adamw is not None and args.optimizer != "muon":

@@ -26,7 +26,16 @@ from baselines.report import PLOT, Results, plot, report
 from evaluation_files import read_summaries
 from evaluation_methods import METHODS
 from pipeline_model import CHECKPOINT_NAME, load_target_config
-from script_utils import Parser, atomic_open, git_commit, quiet_libraries, run_record, run_script
+from script_utils import (
+    Parser,
+    atomic_open,
+    check_output_file,
+    check_output_folder,
+    git_commit,
+    quiet_libraries,
+    run_record,
+    run_script,
+)
 
 
 def build_parser() -> Parser:
@@ -202,6 +211,9 @@ def main(args: argparse.Namespace) -> int:
     quiet_libraries()
     if args.notes is not None and not args.notes.is_file():
         raise ValueError(f"--notes {str(args.notes)!r} is no file")
+    check_output_file("--output", args.output)
+    check_output_folder("--output", (args.output.parent / PLOT).parent)
+    check_output_folder("--work_dir", args.work_dir)
     commit = git_commit()  # before anything is written
     trainings = training_commands(args)
     evaluations = evaluation_commands(args, list(trainings))

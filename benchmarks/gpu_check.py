@@ -42,7 +42,16 @@ from pipeline_inference import (
     shared_length,
 )
 from pipeline_model import Target, load_head, save_head
-from script_utils import Parser, first_line, git_commit, quiet_libraries, resolve_device, run_script, write_json
+from script_utils import (
+    Parser,
+    check_output_file,
+    first_line,
+    git_commit,
+    quiet_libraries,
+    resolve_device,
+    run_script,
+    write_json,
+)
 from tests.tiny import FAMILIES, random_prompt, save_target, spd_decoder, tiny_head, tiny_model
 
 ROOT = Path(__file__).parents[1]
@@ -209,6 +218,7 @@ def library_greedy(model: PreTrainedModel, prompt: list[int]) -> list[int]:
 
 def main(args: argparse.Namespace) -> int:
     quiet_libraries()
+    check_output_file("--output", args.output)
     checks = Checks(args)
     gpu = torch.cuda.get_device_name(checks.device) if checks.device.type == "cuda" else "none"
     card = {

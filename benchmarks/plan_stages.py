@@ -55,6 +55,7 @@ from script_utils import (
     Parser,
     add_dtype_argument,
     atomic_open,
+    check_output_file,
     git_commit,
     markdown_table,
     quiet_libraries,
@@ -301,10 +302,8 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(f"--alpha is {args.alpha}: it must lie in 0 .. 1")
     if args.timings is not None and args.save_timings is not None:
         raise ValueError("--save_timings belongs to measuring: leave it or --timings out")
-    for name in ("plot", "save_timings"):
-        path = getattr(args, name)
-        if path is not None and Path(path).is_dir():
-            raise ValueError(f"--{name} is {path!r}, a folder: give a file name")
+    check_output_file("--plot", args.plot)
+    check_output_file("--save_timings", args.save_timings)
 
 
 def main(args: argparse.Namespace) -> None:

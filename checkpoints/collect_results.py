@@ -17,7 +17,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from evaluation_files import read_summaries
-from script_utils import Parser, run_script, write_json
+from script_utils import Parser, check_output_file, run_script, write_json
 
 SETTINGS = (
     "target",
@@ -53,6 +53,7 @@ def figures(part: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def main(args: argparse.Namespace) -> None:
+    check_output_file("--output", args.output)
     summaries = read_summaries(args.eval_output)
     if not summaries:
         raise ValueError(f"--eval_output {str(args.eval_output)!r} holds no summary: give the --output_dir of eval.py")

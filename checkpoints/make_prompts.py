@@ -25,7 +25,7 @@ from types import ModuleType
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from script_utils import Parser, atomic_open, run_script
+from script_utils import Parser, atomic_open, check_output_file, run_script
 
 NAMES = (
     *("Ada", "Ben", "Carla", "Dmitri", "Elif", "Farid", "Grace", "Hiro", "Ines", "Jonas", "Kavya", "Liam", "Mona"),
@@ -279,6 +279,7 @@ def as_prompt(name: str, function: Callable) -> str | None:
 def main(args: argparse.Namespace) -> None:
     if args.count < 1:
         raise ValueError(f"--count is {args.count}: give at least 1")
+    check_output_file("--output", args.output)
     warnings.simplefilter("ignore")  # of modules that are looked into, about what they will drop
     draw = random.Random(args.seed)
     library = library_functions()

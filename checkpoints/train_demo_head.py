@@ -34,7 +34,7 @@ import generate_training_data
 import train
 from conversation_sources import Counters, find_sources, read_conversations
 from pipeline_model import CHECKPOINT_NAME, Target, load_head, save_head
-from script_utils import Parser, atomic_open, quiet_libraries, run_script
+from script_utils import Parser, atomic_open, check_output_file, check_output_folder, quiet_libraries, run_script
 from training_state import LOG_NAME
 
 HERE = Path(__file__).parent
@@ -235,6 +235,8 @@ def export(args: argparse.Namespace, run: Path) -> None:
 
 def main(args: argparse.Namespace) -> None:
     quiet_libraries()
+    check_output_file("--output", args.output)
+    check_output_folder("--work_dir", args.work_dir)
     work = args.work_dir
     work.mkdir(parents=True, exist_ok=True)
     deal_conversations(fetch_sharegpt(work), work)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from argparse import BooleanOptionalAction
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +33,7 @@ from evaluation_metrics import Row, sample_row
 from evaluation_plan import PlannedRun, Planner
 from evaluation_workers import WARMUP_PROMPT, Task, compared, sample_seed
 from pipeline_inference import Decoder, Generation
+from script_utils import Switch
 from timeline import stage_row
 
 
@@ -46,7 +46,7 @@ def build_parser() -> RankParser:
     run = parser.add_argument_group("run")
     run.add_argument("--output_dir", type=Path, default=Path("eval_output"), help="folder of raw/ and summary/")
     run.add_argument("--resume", action="store_true", help="go on with the run in the output folder")
-    run.add_argument("--baseline", action=BooleanOptionalAction, default=True, help="run the target alone and compare")
+    run.add_argument("--baseline", action=Switch, default=True, help="run the target alone and compare")
     run.add_argument("--force_baseline_recompute", action="store_true", help="run it again though it is cached")
     run.add_argument(
         "--baseline_rows",

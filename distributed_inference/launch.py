@@ -17,7 +17,6 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
@@ -29,7 +28,7 @@ from distributed_inference.layout import DRAFT_RANK, LM_HEAD_PLACES, Layout, par
 from distributed_inference.remote import Pipeline, RemoteExecutor
 from distributed_inference.stages import Setup, StageRunner, StageServer
 from distributed_inference.startup import Environment, Group, check_same, code_version, short_sha256
-from evaluation_files import check_writable, checkpoint_file, checkpoint_labels
+from evaluation_files import checkpoint_file, checkpoint_labels
 from evaluation_plan import target_of_heads
 from pipeline_inference import (
     Decoder,
@@ -55,7 +54,7 @@ from pipeline_model import (
     read_head,
     split_layers,
 )
-from script_utils import Parser, first_line, quiet_libraries, resolve_dtype, show_what_can_be_shown
+from script_utils import Parser, check_output_file, first_line, quiet_libraries, resolve_dtype, show_what_can_be_shown
 
 
 class RankParser(Parser):
@@ -131,12 +130,9 @@ class Checked:
             value = getattr(args, name)
             if value is not None and value < least:
                 raise ValueError(f"--{name} is {value}: it must be at least {least}")
-        for name in ("profile_timing", "trace"):
-            path = getattr(args, name)
-            if path is not None and Path(path).is_dir():
-                raise ValueError(f"--{name} is {path!r}, a folder: give a file name")
-            if path is not None and environment.rank == DRAFT_RANK:
-                check_writable(Path(path).parent)
+        if environment.rank == DRAFT_RANK:  # others may lie on machines without that folder
+            check_output_file("--profile_timing", args.profile_timing)
+            check_output_file("--trace", args.trace)
         self.heads, self.base_model_path, self.target_config = read_heads(args)
         self.anchors = tuple(sorted({anchor for head in self.heads.values() for anchor in head.anchors}))
         sizes = shared_split(share_ranks(args, self.heads, self.target_config))

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from chat_format import ChatFormat
 from chat_template import add_template_flags, use_template
 from conversation_data import IGNORE_INDEX, load_conversations
-from script_utils import Parser, atomic_open, first_line, run_script
+from script_utils import Parser, Switch, atomic_open, check_output_file, check_output_folder, first_line, run_script
 
 
 def count_labels(rows: datasets.Dataset, vocab_size: int) -> np.ndarray:
@@ -109,6 +109,8 @@ def main(args: argparse.Namespace) -> None:
     """Builds and writes the list. Raises ValueError for what the user can mend."""
     if args.size < 1:
         raise ValueError(f"--size is {args.size}; it has to be at least 1")
+    check_output_file("--output", args.output)
+    check_output_folder("--cache_dir", args.cache_dir)
     name = public_name(args)
     tokenizer = load_tokenizer(args)
     use_template(tokenizer, args)
@@ -172,7 +174,7 @@ def build_parser() -> Parser:
     )
     source.add_argument(
         "--mask_assistant",
-        action=argparse.BooleanOptionalAction,
+        action=Switch,
         default=True,
         help="count what the assistant writes only, not every token",
     )

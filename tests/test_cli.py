@@ -265,7 +265,7 @@ def read_trace(path):
 
 def test_trace_shows_every_stage_in_every_cycle(files, tmp_path, capsys):
     """Guards against slices on the wrong row or cycle, and outcomes that are not what became of the token."""
-    path = tmp_path / "new" / "trace.json"
+    path = tmp_path / "trace.json"
     code, out = run(capsys, files, "--trace", str(path), prompts=[PROMPT, "w8 w2"])
     assert code == 0
     assert str(path) in out

@@ -334,7 +334,7 @@ BAD = [
     (["--trace", "none.jsonl"], "--trace 'none.jsonl' cannot be read"),
     (["--rounds", "0"], "--rounds is 0"),
     (["--save_timings", "t.json"], "--save_timings belongs to measuring"),
-    (["--plot", "."], "--plot is '.', a folder"),
+    (["--plot", "."], "--plot '.' cannot be written (it is a folder)"),
     (["--timings", "none.json"], "cannot be read"),
 ]
 BAD_TIMES = [

@@ -16,6 +16,7 @@ from distributed_inference.example_mp_pipeline_generate import PROMPT, Example
 from distributed_inference.launch import Checked, Lead, choose_device
 from distributed_inference.self_launch import plan_launches, start_ranks
 from distributed_inference.startup import Environment
+from pipeline_inference import Sampling
 from pipeline_model import Target, save_head
 from tests.ranks import evaluate, ranks
 from tests.tiny import hf_greedy, save_target, tiny_head, tiny_model
@@ -150,6 +151,25 @@ def test_warm_up_is_as_long_as_asked(flags, tokens):
     assert asked == tokens
 
 
+def test_heads_are_loaded_in_turn(monkeypatch):
+    """Guards against a run that decodes with another one's head, and a head that is loaded for every run."""
+    loaded = []
+
+    def load(path, target):
+        loaded.append(path)
+        return argparse.Namespace(path=path, config=argparse.Namespace(anchors=(0,)))
+
+    monkeypatch.setattr(launch, "load_head", load)
+    monkeypatch.setattr(launch, "RemoteExecutor", lambda *_, **__: None)
+    monkeypatch.setattr(launch, "SPDDrafter", lambda head, *_: head)
+    monkeypatch.setattr(Lead, "_decoder", lambda self, executor, drafter, sampling, **_: drafter.path)
+    args = eval_mp_pipeline_dataset.build_parser().parse_args(["--spec_head_ckpt", "a", "b"])
+    pipeline = argparse.Namespace(target=None)
+    lead = Lead(args, argparse.Namespace(layout=argparse.Namespace(stage_sizes=(1, 3))), pipeline, load("a", None))
+    assert [lead.speculative(path, Sampling(), 1) for path in "aabba"] == list("aabba")
+    assert loaded == ["a", "b", "a"]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Which ranks are started
 # ---------------------------------------------------------------------------------------------------------------------
@@ -243,10 +263,13 @@ def test_under_torchrun_a_rank_is_a_rank(monkeypatch):
 
 
 @pytest.fixture
-def _as_before():
-    """Undo what launching does to this process."""
+def _as_before(caplog):
+    """Undo what launching does to this process; torch's reports go to `caplog`."""
+    torchs = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
+    torchs.addHandler(caplog.handler)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     yield
+    torchs.removeHandler(caplog.handler)
     logging.disable(logging.NOTSET)
     for number, handler in handlers.items():
         signal.signal(number, handler)
@@ -266,7 +289,7 @@ def _as_before():
     ],
     ids=["all well", "a rank's own code", "a killed rank", "a signal"],
 )
-def test_exit_codes_are_those_of_the_ranks(tmp_path, body, code, capfd):
+def test_exit_codes_are_those_of_the_ranks(tmp_path, body, code, capfd, caplog):
     """Guards against a failure that ends with 0 or in the launcher's own words, and ranks that outlive a signal."""
     script = tmp_path / "script.py"
     note = f"open({str(tmp_path)!r} + '/signal' + os.environ['RANK'], 'w').close()"
@@ -276,7 +299,7 @@ def test_exit_codes_are_those_of_the_ranks(tmp_path, body, code, capfd):
         f"signal.signal(signal.SIGTERM, stop)\n{body}\n"
     )
     assert start_ranks(2, [str(script)]) == code
-    assert capfd.readouterr().err == ""
+    assert (capfd.readouterr().err, caplog.records) == ("", [])
     if code == 128 + signal.SIGTERM:
         assert sorted(path.name for path in tmp_path.glob("signal*")) == ["signal0", "signal1"]
 

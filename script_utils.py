@@ -131,6 +131,22 @@ class Switch(argparse.Action):
         setattr(namespace, self.dest, option not in self._off if value is None else WORDS[value.lower()])
 
 
+class FileSwitch(Switch):
+    """A switch that can name its file: `--flag` and `--flag True` mean the file `file`, `--no-flag` no file (None)."""
+
+    def __init__(self, option_strings: list[str], dest: str, *, file: str, **settings: Any):
+        super().__init__(option_strings, dest, **settings)
+        self.metavar, self._file = "FILE", file
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: str | None, option: str | None
+    ) -> None:
+        if value is None or value.lower() in WORDS or option in self._off:
+            super().__call__(parser, namespace, value, option)
+            value = self._file if getattr(namespace, self.dest) else None
+        setattr(namespace, self.dest, value)
+
+
 def run_script(main: Callable[[argparse.Namespace], int | None], parser: Parser) -> NoReturn:
     """Parse, run, exit. A ValueError, or a path of no use, is the user's to mend: one line, exit code 2.
 

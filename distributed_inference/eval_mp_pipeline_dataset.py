@@ -55,6 +55,7 @@ def build_parser() -> RankParser:
         help="compare with the target on one device instead: rows of eval.py's baseline, a file a temperature",
     )
     add_arguments(parser, nargs="+")
+    parser.set_defaults(max_new_tokens=512)  # as in eval.py
     return parser
 
 

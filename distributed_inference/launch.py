@@ -54,7 +54,15 @@ from pipeline_model import (
     read_head,
     split_layers,
 )
-from script_utils import Parser, check_output_file, first_line, quiet_libraries, resolve_dtype, show_what_can_be_shown
+from script_utils import (
+    FileSwitch,
+    Parser,
+    check_output_file,
+    first_line,
+    quiet_libraries,
+    resolve_dtype,
+    show_what_can_be_shown,
+)
 
 
 class RankParser(Parser):
@@ -96,18 +104,9 @@ def add_arguments(parser: Parser, nargs: int | str = 1) -> None:
     measuring.add_argument("--warmup_new_tokens", type=int, help="new tokens of each; 0: no warm-up; unset: 2 n")
     measuring.add_argument(
         "--profile_timing",
-        nargs="?",
-        const="profile_timing.json",
-        metavar="FILE",
-        help="print where a cycle's time goes, and write it (bare: profile_timing.json)",
-    )
-    measuring.add_argument(
-        "--no-profile_timing",
-        "--no_profile_timing",
-        dest="profile_timing",
-        action="store_const",
-        const=None,
-        help="off",
+        action=FileSwitch,
+        file="profile_timing.json",
+        help="print where a cycle's time goes, and write it; without FILE: profile_timing.json",
     )
     measuring.add_argument("--trace", metavar="FILE", help="write a Chrome/Perfetto trace of all ranks")
 

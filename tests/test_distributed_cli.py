@@ -103,6 +103,15 @@ def test_the_evaluation_combines_heads_temperatures_and_widths(files, tmp_path):
     assert len(set(checksums)) == 2
 
 
+def test_an_evaluation_has_the_defaults_of_eval():
+    """Guards against figures over ranks that are of other generations than those of eval.py, by default."""
+    ours = vars(eval_mp_pipeline_dataset.build_parser().parse_args(["--spec_head_ckpt", "h"]))
+    theirs = vars(evaluation.build_parser().parse_args(["--spec_head_ckpt", "h"]))
+    shared = ours.keys() & theirs.keys()
+    assert {"max_new_tokens", "temperature", "draft_top_k", "top_k", "top_p", "seed", "enable_thinking"} <= shared
+    assert {name: ours[name] for name in shared} == {name: theirs[name] for name in shared}
+
+
 def test_another_split_is_named_in_the_runs(files, tmp_path):
     """Guards against rows of a pipeline of four stages that say they are of the head's two."""
     command = ["--spec_head_ckpt", *heads(files, "h2"), *data(files, tmp_path), "--stage_layers", "1;1;1;1"]
@@ -131,6 +140,8 @@ def test_an_empty_gpu_list_is_the_local_rank(files, text, monkeypatch):
         (["--profile_timing", "p.json"], "p.json"),
         (["--profile_timing", "p.json", "--no-profile_timing"], None),
         (["--no_profile_timing"], None),
+        (["--profile_timing", "True"], "profile_timing.json"),
+        (["--profile_timing", "p.json", "--profile_timing", "false"], None),
     ],
 )
 @pytest.mark.parametrize("script", SCRIPTS)

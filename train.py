@@ -73,6 +73,7 @@ from script_utils import (
     check_output_folder,
     first_line,
     quiet_libraries,
+    read_text,
     run_record,
     run_script,
     write_json,
@@ -98,6 +99,7 @@ from training_state import (
 )
 
 MAX_SKIPPED_IN_ROW = 5
+FAR_VOCABULARY = 0.05  # of the target's vocabulary: padding and added tokens are less
 TRAINING_ATTENTION = (*ATTN_IMPLEMENTATIONS, "flex_attention")  # the last: the head's, with sdpa for the target
 TARGET_DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -284,20 +286,33 @@ def check_head_flags(args: argparse.Namespace) -> None:
 
 
 def read_draft_vocab(path: str, vocab_size: int) -> list[int]:
-    """Token ids of a draft vocabulary file. ValueError when it is no such file or is another vocabulary's."""
+    """Token ids of a draft vocabulary file. ValueError when it is no such file or has ids that the target lacks.
+
+    Its `vocab_size` may be the tokenizer's length, with or without added tokens: a model's vocabulary is often padded
+    past it. One that is far from the target's is worth a warning.
+    """
     try:
-        listed = json.loads(Path(path).read_text(encoding="utf-8"))
+        listed = json.loads(read_text(path))
     except (OSError, ValueError) as error:
         raise ValueError(f"--draft_vocab_json {path!r} cannot be read: {first_line(error)}") from None
     ids = listed.get("token_ids") if isinstance(listed, dict) else None
-    if not isinstance(ids, list) or not all(type(token) is int for token in ids) or "vocab_size" not in listed:
-        raise ValueError(f"--draft_vocab_json {path!r} lacks token_ids or vocab_size: is it from build_draft_vocab.py?")
-    if listed["vocab_size"] != vocab_size:
+    if not isinstance(ids, list) or not ids or not all(type(token) is int for token in ids):
+        raise ValueError(f"--draft_vocab_json {path!r} lacks token_ids: is it from build_draft_vocab.py?")
+    if max(ids) >= vocab_size or min(ids) < 0:
+        wrong = max(ids) if max(ids) >= vocab_size else min(ids)
         raise ValueError(
-            f"--draft_vocab_json {path!r} was built for a vocabulary of {listed['vocab_size']} tokens, the target has "
-            f"{vocab_size}: build one with this target's tokenizer and --vocab_size {vocab_size}"
+            f"--draft_vocab_json {path!r} has token {wrong}, the target's vocabulary only {vocab_size} tokens: build a "
+            "list with this target's tokenizer"
         )
-    return ids
+    built_for = listed.get("vocab_size", vocab_size)
+    far = not isinstance(built_for, int) or abs(built_for - vocab_size) > FAR_VOCABULARY * vocab_size
+    if far and os.environ.get("RANK", "0") == "0":
+        print(
+            f"warning: --draft_vocab_json {path!r} was built for a vocabulary of {built_for} tokens, the target has "
+            f"{vocab_size}: is it this target's tokenizer?",
+            file=sys.stderr,
+        )
+    return sorted(set(ids))
 
 
 def read_layers(args: argparse.Namespace, stage_sizes: Sequence[int]) -> dict[str, object]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import datasets
 import numpy as np
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from chat_format import ChatFormat
@@ -105,6 +105,15 @@ def load_tokenizer(args: argparse.Namespace) -> PreTrainedTokenizerBase:
         raise ValueError(f"--tokenizer {args.tokenizer!r} cannot be loaded: {first_line(error)}") from error
 
 
+def model_vocabulary(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Tokens of the model beside the tokenizer, whose vocabulary may be padded; the tokenizer's where there is none."""
+    try:
+        config = AutoConfig.from_pretrained(args.tokenizer, trust_remote_code=args.trust_remote_code)
+        return max(len(tokenizer), config.get_text_config().vocab_size)
+    except (OSError, ValueError, AttributeError):  # no config.json, an unknown model, one without a vocabulary
+        return len(tokenizer)
+
+
 def main(args: argparse.Namespace) -> None:
     """Builds and writes the list. Raises ValueError for what the user can mend."""
     if args.size < 1:
@@ -114,7 +123,7 @@ def main(args: argparse.Namespace) -> None:
     name = public_name(args)
     tokenizer = load_tokenizer(args)
     use_template(tokenizer, args)
-    vocab_size = args.vocab_size or len(tokenizer)
+    vocab_size = args.vocab_size or model_vocabulary(args, tokenizer)
     try:
         data = load_conversations(
             args.data_path,
@@ -184,7 +193,7 @@ def build_parser() -> Parser:
     result = parser.add_argument_group("list")
     result.add_argument("--size", type=int, default=32000, help="number of tokens to keep")
     result.add_argument("--always", action="append", default=[], help="token to keep whatever its count; repeatable")
-    result.add_argument("--vocab_size", type=int, help="vocabulary of the model (default: length of the tokenizer)")
+    result.add_argument("--vocab_size", type=int, help="vocabulary of the model (default: its config.json's)")
     result.add_argument("--tokenizer_name", help="model name to write to the list (default: --tokenizer)")
     result.add_argument("--output", required=True, help="JSON file to write")
     check = parser.add_argument_group("check")

@@ -127,6 +127,19 @@ def test_model_vocabulary_and_kept_tokens(build, tokenizer_folder):
     assert content["token_ids"] == [IDS[word] for word in (" ", "user", "rare", "<|endoftext|>", "<|im_end|>")]
 
 
+def test_the_vocabulary_is_the_models(build, tokenizer_folder):
+    """A model whose vocabulary is padded past its tokenizer: the list named the tokenizer's and was refused."""
+    for config in (
+        {"model_type": "qwen3", "vocab_size": 64},
+        {"model_type": "qwen3_5", "text_config": {"vocab_size": 64}},
+    ):
+        (tokenizer_folder / "config.json").write_text(json.dumps(config))
+        assert build("--size", 5)["vocab_size"] == 64
+    for unusable in ({"model_type": "never_heard_of"}, {"model_type": "qwen3", "vocab_size": 3}):
+        (tokenizer_folder / "config.json").write_text(json.dumps(unusable))
+        assert build("--size", 5)["vocab_size"] == len(WORDS)
+
+
 def test_held_out_coverage_is_measured_on_other_conversations(build, capsys):
     """A held-out figure that is in-sample; or a written list that lacks the held-out part."""
     content = build("--size", 4, "--held_out", 0.5)

@@ -651,15 +651,40 @@ def test_bad_input_is_one_line(work, tmp_path, capsys, monkeypatch, more, part):
     assert part in script_error(work, tmp_path, capsys, *more)
 
 
-def test_draft_vocabulary_of_another_target(work, tmp_path, capsys):
-    """Guards against silent nonsense: a list built for another vocabulary size, or no list at all, is refused."""
+@pytest.mark.parametrize(
+    ("listed", "warned"),
+    [
+        ({"vocab_size": 61, "token_ids": [1, 60]}, False),
+        ({"vocab_size": 59, "token_ids": [1, 60]}, False),  # the tokenizer's length, without added tokens
+        ({"vocab_size": 62, "token_ids": [60, 1, 1]}, False),
+        ({"token_ids": [1, 60]}, False),
+        ({"vocab_size": 99, "token_ids": [1, 60]}, True),
+        ({"vocab_size": "many", "token_ids": [1, 60]}, True),
+    ],
+)
+def test_draft_vocabulary_fits_by_its_tokens(tmp_path, capsys, listed, warned):
+    """A list for 151,643 or 151,669 tokens was refused by a model with 151,936 rows, all of its tokens among them."""
     path = tmp_path / "draft.json"
-    path.write_text(json.dumps({"vocab_size": 99, "token_ids": [1, 2]}))
-    assert "a vocabulary of 99 tokens, the target has 61" in script_error(
+    path.write_text(json.dumps(listed), encoding="utf-8-sig")
+    assert train.read_draft_vocab(str(path), 61) == [1, 60]
+    message = capsys.readouterr().err
+    assert message.count("\n") == warned
+    assert ("is it this target's tokenizer?" in message) == warned
+
+
+def test_draft_vocabulary_of_another_target(work, tmp_path, capsys):
+    """Guards against silent nonsense: a list with tokens that the target lacks, or no list at all, is refused."""
+    path = tmp_path / "draft.json"
+    path.write_text(json.dumps({"vocab_size": 61, "token_ids": [1, 61]}))
+    assert "has token 61, the target's vocabulary only 61 tokens" in script_error(
         work, tmp_path, capsys, "--draft_vocab_json", path
     )
     path.write_text("[1, 2]")
     assert "lacks token_ids" in script_error(work, tmp_path, capsys, "--draft_vocab_json", path)
+    for wrong in ([-1, 2], [], [1.5], "12"):
+        path.write_text(json.dumps({"token_ids": wrong}))
+        with pytest.raises(ValueError, match="--draft_vocab_json"):
+            train.read_draft_vocab(str(path), 61)
 
 
 def test_runs_do_not_mix(work, tmp_path, capsys):

@@ -32,17 +32,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from distributed_inference.connections import Connections
 from distributed_inference.layout import DRAFT_RANK, Layout
-from distributed_inference.links import Wires, routes
 from distributed_inference.messages import Batch, Start
 from distributed_inference.remote import Pipeline, RemoteExecutor
 from distributed_inference.stages import Setup, StageServer
+from distributed_inference.startup import Group
 from pipeline_inference import Decoder, Generation
 from pipeline_model import auto_anchors
 from script_utils import Parser, git_commit, markdown_table, run_script
@@ -132,11 +130,12 @@ def rank_main(args: argparse.Namespace, num_stages: int, lag: int, rank: int, po
     torch.set_num_threads(1)
     exact_sleeps()
     layout = Layout((2,) * num_stages)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=layout.world_size, timeout=TIMEOUT)
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": layout.world_size, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
+    group = Group.of_process(TIMEOUT)
     anchors = auto_anchors(layout.stage_sizes)
-    wires = Wires(torch.device("cpu"), torch.float32, Connections(routes(layout), TIMEOUT))
-    setup = Setup(layout, rank, wires, 1, anchors, TIMEOUT, TIMEOUT)
+    wires = group.wires(layout, torch.device("cpu"), torch.float32, "gloo")
+    setup = Setup(layout, rank, wires, 1, anchors, TIMEOUT, TIMEOUT, TIMEOUT)
     target = SleepingTarget(args)
     if rank == DRAFT_RANK:
         pipeline = Pipeline(setup, target, None)
@@ -147,8 +146,7 @@ def rank_main(args: argparse.Namespace, num_stages: int, lag: int, rank: int, po
     else:
         stage = layout.stage_of(rank)
         StageServer(setup, target, SleepingStage(args, len(setup.captured_by(stage, anchors)))).serve()
-    dist.barrier()
-    dist.destroy_process_group()
+    group.barrier()
 
 
 def exact_sleeps() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 import sys
 import time
@@ -16,6 +17,7 @@ from torch import Tensor, multiprocessing
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from distributed_inference.addresses import LOOPBACK
 from distributed_inference.connections import Connections, Route, host_bytes
 
 WARM_UP = 10  # round trips
@@ -45,9 +47,8 @@ def _join(port: int, *settings) -> None:
 def _exchange(rank: int, store: dist.Store, direct: bool, device_type: str, hidden: Tensor, rounds: int) -> list[float]:
     """Both processes at once: send a hidden state from rank 0 to rank 1 and back. Seconds of each round trip."""
     device = torch.device("cpu") if device_type == "cpu" else torch.device(device_type, rank if direct else 0)
-    dist.init_process_group("nccl" if direct else "gloo", store=store, rank=rank, world_size=2, timeout=PATIENCE)
     on_device = hidden.to(device)
-    send, receive = _nccl(rank, on_device) if direct else _host(rank, on_device)
+    send, receive = _nccl(rank, store, on_device) if direct else _host(rank, store, on_device)
     seconds = []
     for _ in range(WARM_UP + rounds):
         begun = time.perf_counter()
@@ -59,19 +60,26 @@ def _exchange(rank: int, store: dist.Store, direct: bool, device_type: str, hidd
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - begun)
-    dist.destroy_process_group()
+    if direct:
+        dist.destroy_process_group()
     return seconds[WARM_UP:]
 
 
-def _nccl(rank: int, on_device: Tensor) -> tuple[Callable[[], object], Callable[[], object]]:
+def _nccl(rank: int, store: dist.Store, on_device: Tensor) -> tuple[Callable[[], object], Callable[[], object]]:
     """How a rank sends the hidden state to the other one, and how it receives it."""
+    dist.init_process_group("nccl", store=store, rank=rank, world_size=2, timeout=PATIENCE)
     return partial(dist.send, on_device, 1 - rank), partial(dist.recv, on_device, 1 - rank)
 
 
-def _host(rank: int, on_device: Tensor) -> tuple[Callable[[], object], Callable[[], object]]:
+def _host(rank: int, store: dist.Store, on_device: Tensor) -> tuple[Callable[[], object], Callable[[], object]]:
     """The same through the host's memory, over the connections that decoding uses."""
     there, back = Route(0, rank, 1 - rank), Route(0, 1 - rank, rank)
-    connections = Connections([there, back], PATIENCE)
+
+    def gather(value: list) -> list[list]:
+        store.set(str(rank), json.dumps(value))
+        return [json.loads(store.get(str(one))) for one in range(2)]
+
+    connections = Connections(rank, [there, back], LOOPBACK, gather, PATIENCE)
     message = torch.empty_like(on_device, device="cpu")
     where = host_bytes(message)
 

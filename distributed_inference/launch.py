@@ -4,7 +4,7 @@
     the others  serve a stage until rank 0 stops them
 
 Exit codes: 0; 2 for what the user can mend, said once a machine; 1 when a rank failed or was lost, said by every
-survivor with the reason of the first one.
+survivor with the reason of the first one; 141 when nobody reads the output any more.
 """
 
 from __future__ import annotations
@@ -15,19 +15,22 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from transformers import PreTrainedConfig
 
+from distributed_inference.addresses import public_addresses
 from distributed_inference.compiled import CompiledStageRunner
 from distributed_inference.connections import LostRank
 from distributed_inference.layout import DRAFT_RANK, LM_HEAD_PLACES, Layout, parse_gpus
 from distributed_inference.remote import Pipeline, RemoteExecutor
 from distributed_inference.stages import Setup, StageRunner, StageServer
-from distributed_inference.startup import Environment, Group, check_same, code_version, short_sha256
+from distributed_inference.startup import Environment, Group, Refused, check_same, code_version, short_sha256
+from distributed_inference.watch import Verdict, Watch
 from evaluation_files import checkpoint_file, checkpoint_labels
 from evaluation_plan import target_of_heads
 from pipeline_inference import (
@@ -60,9 +63,15 @@ from script_utils import (
     check_output_file,
     first_line,
     quiet_libraries,
+    reader_is_gone,
     resolve_dtype,
     show_what_can_be_shown,
 )
+
+SHORTEST, LONGEST = 0.1, 1e6  # seconds of a timeout
+MEETING_SPARE = 5.0  # seconds beyond --meet_timeout_sec in which whoever knows more can say so
+CLOSED_PIPE = 141  # exit code when nobody reads the output any more, as of all scripts; nothing is said
+OUTPUT_SECONDS = 2.0  # a process that ends waits so long for whoever reads what it prints
 
 
 class RankParser(Parser):
@@ -77,6 +86,17 @@ class RankParser(Parser):
 def speaks_for_machine() -> bool:
     """Whether this is the rank that says what every rank could say."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def timeout_seconds(text: str) -> float:
+    """The value of a timeout's flag, for `type=`: none that ends every run, none that never ends."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not SHORTEST <= seconds <= LONGEST:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds from {SHORTEST:g} to {LONGEST:,.0f}")
+    return seconds
 
 
 def add_arguments(parser: Parser, nargs: int | str = 1) -> None:
@@ -94,9 +114,16 @@ def add_arguments(parser: Parser, nargs: int | str = 1) -> None:
     ranks.add_argument("--dist_backend", choices=["nccl", "gloo"], help="payloads; unset: nccl on GPUs, gloo on CPUs")
     ranks.add_argument("--lm_head", default="draft", choices=LM_HEAD_PLACES, help="rank that computes the logits")
     ranks.add_argument("--compile", action="store_true", help="compiled stages, on GPUs with CUDA graphs")
-    ranks.add_argument("--load_timeout_sec", type=float, default=1800, help="for loading, and finding each other")
-    ranks.add_argument("--prefill_timeout_sec", type=float, default=300, help="for a message while a prompt is run")
-    ranks.add_argument("--decode_timeout_sec", type=float, default=60, help="for a message in a cycle")
+    ranks.add_argument(
+        "--meet_timeout_sec", type=timeout_seconds, default=120, help="for finding each other, and connecting"
+    )
+    ranks.add_argument(
+        "--load_timeout_sec", type=timeout_seconds, default=1800, help="for loading, and between two prompts"
+    )
+    ranks.add_argument(
+        "--prefill_timeout_sec", type=timeout_seconds, default=300, help="for a message while a prompt is run"
+    )
+    ranks.add_argument("--decode_timeout_sec", type=timeout_seconds, default=60, help="for a message in a cycle")
     ranks.add_argument("--threads", type=int, default=1, help="CPU threads of a rank")
     add_decoding_arguments(parser, nargs)
     measuring = parser.add_argument_group("measuring")
@@ -122,9 +149,6 @@ class Checked:
             check_limits(args.max_new_tokens, width)
             check_attention(args.attn_implementation, width, args.compile)
         check_seed(args.seed)
-        for name in ("load_timeout_sec", "prefill_timeout_sec", "decode_timeout_sec"):
-            if not 0 < getattr(args, name) < float("inf"):
-                raise ValueError(f"--{name} is {getattr(args, name)}: it must be a positive number of seconds")
         for name, least in (("warmup_iters", 0), ("warmup_new_tokens", 0), ("threads", 1)):
             value = getattr(args, name)
             if value is not None and value < least:
@@ -337,65 +361,77 @@ class RankProcess:
 
     def __init__(self, script: Script, args: argparse.Namespace, parser: RankParser):
         self.script, self.args, self.parser = script, args, parser
-        self._group: Group | None = None
+        self._watch: Watch | None = None  # from when this process knows its rank
         self._describe: Callable[[int], str] = "rank {}".format  # until the layout is known
         self._ending = threading.Lock()
 
     def run(self) -> NoReturn:
         self._watch_signals()
-        code, message = 0, None
+        code, message, verdict = 0, None, None
         try:
-            self._group = self._meet()
-            code = self._play()
+            code = self._play(self._meet())
         except ValueError as error:
             code, message = 2, self.parser.as_typed(str(error))
+            if self._watch is not None and not isinstance(error, Refused):
+                verdict = Verdict(self._watch.rank, f"cannot go on: {message}", code=2)
             if not speaks_for_machine():
                 message = None
         except Exception as error:  # whatever it is: no other rank may wait for this one
-            code, message = 1, self._reason(error)
-        self._leave(code, message)
+            verdict = self._reason(error)
+            code, message = verdict.code, None if verdict.code == CLOSED_PIPE else verdict.text(self._describe)
+        self._leave(code, message, verdict)
 
     def _meet(self) -> Group:
-        """Find the other ranks. Some ways not to find them, a foreign server at the port for one, never return."""
-        environment, seconds = Environment.read(), self.args.load_timeout_sec
+        """Find the other ranks."""
+        environment, seconds = Environment.read(), self.args.meet_timeout_sec
+        self._watch = Watch(environment.rank, self._judged)
+        # Some ways not to find them, a foreign server at the port for one, never return.
         reason = f"rank {environment.rank} has not met the others after {seconds:g} s: did one end, or never start?"
-        alarm = threading.Timer(seconds, self._leave, (2, reason))
+        with self._limit(seconds + MEETING_SPARE, reason):
+            return Group(environment, self._watch, timedelta(seconds=seconds))
+
+    @contextmanager
+    def _limit(self, seconds: float, reason: str) -> Iterator[None]:
+        """End this process if what libraries do here takes longer: not all of them keep to a limit."""
+        verdict = Verdict(self._watch.rank, f"cannot go on: {reason}", code=2)
+        alarm = threading.Timer(seconds, self._leave, (2, reason, verdict))
         alarm.daemon = True
         alarm.start()
-        group = Group(environment, timedelta(seconds=seconds))
-        alarm.cancel()
-        return group
+        try:
+            yield
+        finally:
+            alarm.cancel()
 
-    def _play(self) -> int:
+    def _play(self, group: Group) -> int:
         """Agree, load, agree again, work."""
-        args, group, rank = self.args, self._group, self._group.environment.rank
-        checked, facts = group.agree(self._check)
+        args, rank = self.args, group.environment.rank
+        loading = timedelta(seconds=args.load_timeout_sec)
+        checked, facts = group.agree(lambda: self._check(group.environment), loading)
         self._describe = checked.layout.describe
         check_same(facts, self._describe)
         torch.set_num_threads(args.threads)
         if checked.device.type == "cuda":
             torch.cuda.set_device(checked.device)
+        with self._limit(2 * args.meet_timeout_sec + MEETING_SPARE, f"rank {rank} could not connect to the others"):
+            wires = group.wires(checked.layout, checked.device, checked.dtype, checked.backend)
         setup = Setup(
             layout=checked.layout,
             rank=rank,
-            wires=group.wires(checked.layout, checked.device, checked.dtype, checked.backend),
+            wires=wires,
             width=checked.width,
             anchors=checked.anchors,
             prefill_timeout=timedelta(seconds=args.prefill_timeout_sec),
             decode_timeout=timedelta(seconds=args.decode_timeout_sec),
+            idle_timeout=loading,
         )
-        (target, head), memory = group.agree(lambda: self._load(setup, checked))
+        (target, head), memory = group.agree(lambda: self._load(setup, checked), loading)
         runner = self._runner(setup, target)
         if rank != DRAFT_RANK:
-            StageServer(setup, target, runner).serve()
-            return 0
+            return serve(StageServer(setup, target, runner))
         print(memory_table(setup.layout, memory), flush=True)
+        warn_of_public(wires.connections.hosts)
         pipeline = Pipeline(setup, target, runner)
-        try:
-            code = self.script.run(Lead(args, checked, pipeline, head))
-        except ValueError:
-            pipeline.stop()
-            raise
+        code = self.script.run(Lead(args, checked, pipeline, head))
         pipeline.stop()
         return code
 
@@ -407,9 +443,9 @@ class RankProcess:
         layers = setup.layout.layers(stage)
         return CompiledStageRunner(target, layers, setup.width) if self.args.compile else StageRunner(target, layers)
 
-    def _check(self) -> tuple[Checked, dict[str, str]]:
-        checked = Checked(self.args, self._group.environment)
-        if self._group.environment.rank == DRAFT_RANK:
+    def _check(self, environment: Environment) -> tuple[Checked, dict[str, str]]:
+        checked = Checked(self.args, environment)
+        if environment.rank == DRAFT_RANK:
             self.script.prepare(checked)
         return checked, checked.facts(self.args)
 
@@ -428,19 +464,23 @@ class RankProcess:
         head = load_head(args.spec_head_ckpt[0], target) if rank == DRAFT_RANK else None
         return (target, head), memory_row(setup, target, head, part.layers)
 
-    def _reason(self, error: Exception) -> str:
-        """Why this rank stops: another rank's reason, if that one stopped first."""
-        if self._group is None:
-            traceback.print_exception(error)
-            return f"{type(error).__name__}: {first_line(error)}"
-        own = self._describe(self._group.environment.rank)
+    def _reason(self, error: Exception) -> Verdict:
+        """Why this rank stops. With a lost rank the process usually ends in here, with what rank 0 decides."""
         if isinstance(error, LostRank):
-            text = f"{own} lost {self._describe(error.rank)}: it {error}"
-        else:
-            traceback.print_exception(error)
-            text = f"{own} failed with {type(error).__name__}: {first_line(error)}"
-        first = self._group.first_failure(text)
-        return text if first == text else f"{own} stops: {first}"
+            return self._watch.complain(error)
+        rank = 0 if self._watch is None else self._watch.rank
+        if isinstance(error, BrokenPipeError) and reader_is_gone():
+            return Verdict(rank, "has nobody left who reads what it prints", code=CLOSED_PIPE)
+        traceback.print_exception(error)
+        return Verdict(rank, f"failed with {type(error).__name__}: {first_line(error)}")
+
+    def _judged(self, verdict: Verdict) -> None:
+        """The run is over. Called by the watch, in its thread."""
+        text, own = verdict.text(self._describe), self._watch.rank
+        if own != verdict.said_by:
+            text = f"{self._describe(own)} stops: {text}"
+        is_said = verdict.code != CLOSED_PIPE and (verdict.code != 2 or speaks_for_machine())
+        self._leave(verdict.code, text if is_said else None)
 
     def _watch_signals(self) -> None:
         """Leave at once on SIGTERM and Ctrl-C, also when the main thread waits for a message outside Python."""
@@ -449,21 +489,63 @@ class RankProcess:
 
         def wait() -> None:
             number = signal.sigwait(wanted)
-            self._leave(128 + number, f"stopped by {signal.Signals(number).name}")
+            reason = f"stopped by {signal.Signals(number).name}"
+            verdict = None if self._watch is None else Verdict(self._watch.rank, f"was {reason}")
+            self._leave(128 + number, reason, verdict)
 
         threading.Thread(target=wait, daemon=True).start()
 
-    def _leave(self, code: int, message: str | None = None) -> NoReturn:
-        """End this process, without waiting for receives that nothing will answer any more."""
+    def _leave(self, code: int, message: str | None = None, verdict: Verdict | None = None) -> NoReturn:
+        """End this process, without waiting for receives that nothing will answer any more.
+
+        verdict: why the others cannot go on either, where they do not know.
+        """
         self._ending.acquire()  # for good: the first reason counts
-        drafts = self._group is not None and self._group.environment.rank == DRAFT_RANK
-        if drafts and code not in (0, 2):
-            self.script.last_words()
+        if self._watch is not None:
+            if verdict is not None:
+                self._watch.tell(verdict)
+            else:
+                self._watch.say_goodbye()
+            if self._watch.rank == DRAFT_RANK and code not in (0, 2):
+                within_seconds(self.script.last_words)
         if message is not None:
-            print(f"{self.parser.prog}: {'' if code > 2 else 'error: '}{message}", file=sys.stderr)
-        sys.stdout.flush()
-        sys.stderr.flush()
+            text = f"{self.parser.prog}: {'' if code > 2 else 'error: '}{message}"
+            within_seconds(lambda: print(text, file=sys.stderr))
+        within_seconds(sys.stdout.flush)
+        within_seconds(sys.stderr.flush)
         os._exit(code)
+
+
+def within_seconds(write: Callable[[], Any]) -> None:
+    """Write something if anybody reads it: the pipe of an output may be closed, or full with nobody at its end."""
+
+    def try_to() -> None:
+        with suppress(OSError, ValueError):
+            write()
+
+    writer = threading.Thread(target=try_to, daemon=True)
+    writer.start()
+    writer.join(OUTPUT_SECONDS)
+
+
+def serve(server: StageServer) -> int:
+    """A stage's work. Returns the exit code."""
+    try:
+        server.serve()
+    except ValueError as error:  # no mistake of the user's, which are found before
+        raise RuntimeError(f"ValueError: {error}") from error
+    return 0
+
+
+def warn_of_public(hosts: Sequence[str]) -> None:
+    """Say so when ranks listen where the whole internet may reach them."""
+    if addresses := public_addresses(hosts):
+        print(
+            f"warning: ranks listen at {', '.join(addresses)}, which is a public address: whoever reaches it can stop "
+            "or change this run; name an inner network in GLOO_SOCKET_IFNAME (distributed_inference/README.md, Trust)",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def memory_row(setup: Setup, target: Target, head: SpeculationHead | None, layers: range) -> dict[str, Any]:

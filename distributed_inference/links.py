@@ -14,6 +14,7 @@ that take longer than the message.
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -140,7 +141,8 @@ class Outbox:
 
     def _nccl_send(self, tensor: Tensor) -> dist.Work:
         try:
-            return self._nccl.send([tensor], self._peer, 0)
+            with self._wires.connections.call(self._peer, self._timeout):  # the first one makes NCCL's connection
+                return self._nccl.send([tensor], self._peer, 0)
         except RuntimeError as error:
             raise lost_rank(self._peer, error) from error
 
@@ -152,7 +154,8 @@ class Outbox:
 
     def _wait(self, work: dist.Work) -> None:
         try:
-            work.wait(self._timeout)
+            with self._wires.connections.call(self._peer, self._timeout):
+                work.wait(self._timeout)
         except RuntimeError as error:
             raise lost_rank(self._peer, error, self._timeout) from error
 
@@ -204,13 +207,14 @@ class Inbox:
     def _nccl_receive(self, tensor: Tensor, timeout: timedelta) -> None:
         """The stream waits, not the host."""
         try:
-            self._nccl.recv([tensor], self._peer, 0).wait(timeout)
+            with self._wires.connections.call(self._peer, timeout):
+                self._nccl.recv([tensor], self._peer, 0).wait(timeout)
         except RuntimeError as error:
             raise lost_rank(self._peer, error, timeout) from error
 
 
 def lost_rank(peer: int, error: RuntimeError, timeout: timedelta | None = None) -> LostRank:
     """What a process group's complaint means: a peer that is too slow, or one whose connection is gone."""
-    if timeout is not None and "timed out" in str(error).lower():
+    if timeout is not None and re.search(r"timed? ?out|timing out", str(error), re.IGNORECASE):
         return LostRank.late(peer, timeout)
     return LostRank.gone(peer)

@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch
 from torch import Tensor
 
-from distributed_inference.connections import FOREVER, Route
+from distributed_inference.connections import Route
 from distributed_inference.layout import DRAFT_RANK, Layout
 from distributed_inference.links import Inbox, Link, Outbox, Wires
 from distributed_inference.messages import Batch, Kind, Start, header_size
@@ -33,6 +33,7 @@ class Setup:
     anchors: tuple[int, ...]  # layers whose output the head reads
     prefill_timeout: timedelta
     decode_timeout: timedelta
+    idle_timeout: timedelta  # for the draft rank between two generations
 
     def outbox(self, link: Link, peer: int, payload_rows: int) -> Outbox:
         timeout = max(self.prefill_timeout, self.decode_timeout)
@@ -115,7 +116,7 @@ class StageServer:
     @torch.inference_mode()
     def serve(self) -> None:
         """Work until the draft rank says stop. LostRank when another rank is gone or does not answer."""
-        timeout = FOREVER  # nobody is late before a generation begins
+        timeout = self._setup.idle_timeout
         while True:
             header, payload = self._inbox.receive(timeout)
             kind = Kind(header[0])
@@ -133,7 +134,7 @@ class StageServer:
                 timeout = self._setup.decode_timeout
             else:
                 self._report()
-                timeout = FOREVER
+                timeout = self._setup.idle_timeout
 
     def _prefill(self, start: Start) -> None:
         self._timeline = Timeline(self._target.device, keep_spans=True)

@@ -9,19 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from distributed_inference import connections
-from distributed_inference.connections import (
-    HELLO,
-    Connections,
-    LostRank,
-    Receiver,
-    Route,
-    Sender,
-    check_reachable,
-    own_address,
-)
+from distributed_inference import addresses, connections
+from distributed_inference.addresses import check_reachable, own_address, public_addresses, seen_from
+from distributed_inference.connections import HELLO, Connections, LostRank, Receiver, Route, Sender
 from distributed_inference.layout import Layout
-from distributed_inference.links import Inbox, Link, Outbox, Wires, routes
+from distributed_inference.links import Inbox, Link, Outbox, Wires, lost_rank, routes
 
 SHORT, LONG = timedelta(seconds=0.2), timedelta(seconds=20)
 LARGE = 8_000_000  # bytes: more than any socket buffer
@@ -120,25 +112,19 @@ def test_an_ended_receiver_is_lost(ends):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def meet(monkeypatch, world_size, wanted, before=lambda rank, addresses: None):
-    """`Connections` of threads that stand for ranks."""
-    barrier, shared, local = threading.Barrier(world_size), [None] * world_size, threading.local()
-    found = [None] * world_size
-
-    def gather(into, own):
-        shared[local.rank] = own
-        barrier.wait(20)
-        into[:] = shared
-        before(local.rank, into)
-
-    group = SimpleNamespace(get_rank=lambda: local.rank, get_world_size=lambda: world_size, all_gather_object=gather)
-    monkeypatch.setattr(connections, "dist", group)
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+def meet(world_size, wanted, before=lambda rank, addresses: None, seconds=2, host="127.0.0.1"):
+    """`Connections` of threads that stand for ranks, or the errors that they end with."""
+    barrier, shared, found = threading.Barrier(world_size), [None] * world_size, [None] * world_size
 
     def run(rank):
-        local.rank = rank
+        def gather(own):
+            shared[rank] = own
+            barrier.wait(20)
+            before(rank, shared)
+            return shared
+
         try:
-            found[rank] = Connections(wanted, timedelta(seconds=2))
+            found[rank] = Connections(rank, wanted, host, gather, timedelta(seconds=seconds))
         except LostRank as error:
             found[rank] = error
 
@@ -151,10 +137,10 @@ def meet(monkeypatch, world_size, wanted, before=lambda rank, addresses: None):
 
 
 @pytest.mark.parametrize("lm_head", ["draft", "split"])
-def test_every_link_has_its_own_connection(monkeypatch, lm_head):
+def test_every_link_has_its_own_connection(lm_head):
     """Guards against two kinds of links between two ranks that share a connection or change places."""
     wanted = routes(Layout((1, 1, 1), lm_head=lm_head))
-    ranks = meet(monkeypatch, 4, wanted)
+    ranks = meet(4, wanted)
     for number, route in enumerate(wanted):
         ranks[route.sender].senders[route].send([memoryview(bytes([number]))])
     for number, route in enumerate(wanted):
@@ -163,23 +149,142 @@ def test_every_link_has_its_own_connection(monkeypatch, lm_head):
 
 
 @pytest.mark.parametrize("greeting", [b"GET / HTTP/1.1\r\nHost: somebody\r\n\r\n", HELLO.pack(bytes(16), 0, 0), b"?"])
-def test_strangers_are_sent_away(monkeypatch, greeting):
+def test_strangers_are_sent_away(greeting):
     """Guards against a port scanner, or a rank of another run, that takes a rank's place."""
 
     def intrude(rank, addresses):
         if rank == 0:
-            with socket.create_connection(addresses[1][0]) as stranger:
+            with socket.create_connection(addresses[1][:2]) as stranger:
                 stranger.send(greeting)
 
-    ranks = meet(monkeypatch, 2, [Route(0, 0, 1)], intrude)
+    ranks = meet(2, [Route(0, 0, 1)], intrude)
     ranks[0].senders[Route(0, 0, 1)].send([memoryview(b"friend")])
     assert received(ranks[1].receivers[Route(0, 0, 1)], 6) == b"friend"
 
 
+def test_silent_strangers_delay_nobody():
+    """Guards against connections that are looked at one after the other: each silent one took the whole timeout."""
+    strangers = []
+
+    def intrude(rank, addresses):
+        if rank == 0:
+            strangers.extend(socket.create_connection(addresses[1][:2]) for _ in range(3))
+            strangers[0].send(b"half a greeting"[:9])
+
+    begun = time.monotonic()
+    ranks = meet(2, [Route(0, 0, 1)], intrude, seconds=15)
+    assert time.monotonic() - begun < 4
+    ranks[0].senders[Route(0, 0, 1)].send([memoryview(b"friend")])
+    assert received(ranks[1].receivers[Route(0, 0, 1)], 6) == b"friend"
+    for stranger in strangers:
+        assert stranger.recv(1) == b""  # nobody listens to them any more
+        stranger.close()
+
+
+def test_a_stranger_is_not_listened_to_for_long(monkeypatch):
+    """Guards against strangers that keep their connections for as long as the ranks meet."""
+    monkeypatch.setattr(connections, "GREETING_SECONDS", 0.1)
+    with connections.listen("127.0.0.1") as server, socket.create_connection(server.getsockname()) as stranger:
+        begun = time.monotonic()
+        assert list(connections.greetings(server, begun + 1.5)) == []
+        stranger.settimeout(0)
+        assert stranger.recv(1) == b""
+
+
 def test_a_rank_that_does_not_connect_is_named(monkeypatch):
-    routes_of_one = [Route(0, 0, 1)]
     monkeypatch.setattr(connections, "_connect", lambda *_: None)
-    assert str(meet(monkeypatch, 2, routes_of_one)[1]) == "did not answer for 2 s"
+    error = meet(2, [Route(0, 0, 1)])[1]
+    assert (str(error), error.rank, error.is_late) == ("did not answer for 2 s", 0, True)
+
+
+def test_a_rank_that_cannot_be_reached_has_a_reason():
+    """Guards against "(None)": a timeout of the socket module has no strerror. And a closed port is no timeout."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen(0)
+        address = server.getsockname()
+        queued = [socket.socket() for _ in range(4)]  # they fill its queue: another one gets no answer
+        for client in queued:
+            client.setblocking(False)
+            client.connect_ex(address)
+        with pytest.raises(LostRank, match=r"cannot be reached at 127\.0\.0\.1:\d+ \(timed out\)") as lost:
+            connections._connect(Route(0, 0, 1), address, bytes(16), SHORT)
+        assert lost.value.rank == 1
+        for client in queued:
+            client.close()
+    with pytest.raises(LostRank, match=r"\(Connection refused\)"):
+        connections._connect(Route(0, 0, 1), address, bytes(16), SHORT)
+
+
+def test_a_machine_that_is_switched_off_is_probed():
+    """Guards against connections over which a dead machine is never noticed, as nothing is sent."""
+    rank = meet(2, [Route(0, 0, 1)])
+    for end in (rank[0].senders, rank[1].receivers):
+        connection = end[Route(0, 0, 1)]._socket
+        seconds = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)
+        seconds += connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL) * connection.getsockopt(
+            socket.IPPROTO_TCP, socket.TCP_KEEPCNT
+        )
+        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert seconds <= 60
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+def test_whom_a_process_waits_for_is_known():
+    """Guards against a rank that waits, and takes the blame for the one that it waits for."""
+    wanted = [Route(0, 0, 1), Route(1, 0, 1)]
+    ours = meet(2, wanted)
+    assert ours[1].waits_for() is None
+    waiting = threading.Thread(target=received, args=(ours[1].receivers[wanted[1]], 2))
+    waiting.start()
+    for part in (b"a", b"b"):
+        deadline = time.monotonic() + 5
+        while ours[1].waits_for() is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert ours[1].waits_for() == 0
+        ours[0].senders[wanted[1]].send([memoryview(part)])
+    waiting.join()
+    assert ours[1].waits_for() is None
+    with pytest.raises(LostRank):
+        ours[1].receivers[wanted[0]].receive(memoryview(bytearray(1)), SHORT)
+    assert ours[1].waits_for() == 0  # until it is decided whose fault it is
+
+
+def test_a_librarys_call_has_a_limit():
+    """Guards against NCCL's connection, which is made in the first message, and for which nobody counts the time."""
+    ours = meet(2, [Route(0, 0, 1)])[1]
+    group = SimpleNamespace(recv=lambda *_: SimpleNamespace(wait=lambda _: over.wait(10)))
+    over, route = threading.Event(), Route(0, 0, 1)
+    inbox = Inbox(Wires(torch.device("cpu"), torch.float32, ours, {0: group}), route, 3, 100)
+    waiting = threading.Thread(target=inbox.receive_bulk, args=((1, 1), SHORT))
+    waiting.start()
+    time.sleep(0.5)
+    assert (ours.waits_for(), str(ours.overdue())) == (0, "did not answer for 0.2 s")
+    over.set()
+    waiting.join()
+    assert (ours.waits_for(), ours.overdue()) == (None, None)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Watchdog caught collective operation timeout: WorkNCCL(OpType=SEND) ran for 600 ms before timing out",
+        "Timed out waiting 1000ms for recv operation to complete",
+    ],
+)
+def test_late_and_gone_are_told_apart(text):
+    """Guards against a slow peer that is said to have been killed."""
+    assert str(lost_rank(2, RuntimeError(text), LONG)) == "did not answer for 20 s"
+    assert "closed its connection" in str(lost_rank(2, RuntimeError("Connection reset by peer"), LONG))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Addresses
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def interface(*found):
+    return [SimpleNamespace(family=socket.AF_INET6 if ":" in one else socket.AF_INET, address=one) for one in found]
 
 
 def test_addresses():
@@ -191,11 +296,72 @@ def test_addresses():
         own_address({"MASTER_ADDR": "no.such.host.invalid"})
 
 
+def test_ranks_of_one_machine_stay_inside():
+    """Guards against ranks that listen where other machines reach them, though none of theirs is elsewhere."""
+    place = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "no.such.host.invalid"}
+    assert own_address(place) == "127.0.0.1"
+
+
+def test_interfaces_by_name(monkeypatch):
+    """Guards against lists, and interfaces with IPv6 addresses alone, which gloo takes and these ranks refused."""
+    known = {
+        "down": [],
+        "six": interface("fe80::1%six", "fd77:1::2"),
+        "both": interface("fe80::3%both", "10.0.0.3"),
+        "link": interface("fe80::4%link"),
+    }
+    monkeypatch.setattr(addresses.psutil, "net_if_addrs", lambda: known)
+    wanted = {
+        "six": "fd77:1::2",
+        "both": "10.0.0.3",
+        "link": "fe80::4%link",
+        "down,both,six": "10.0.0.3",
+        "no, six": "fd77:1::2",
+    }
+    for names, address in wanted.items():
+        assert own_address({"GLOO_SOCKET_IFNAME": names}) == address
+    with pytest.raises(ValueError, match=r"GLOO_SOCKET_IFNAME is 'down,no'.*both, down, link, six"):
+        own_address({"GLOO_SOCKET_IFNAME": "down,no"})
+
+
+def test_a_machines_own_name_may_be_a_loopback_address(monkeypatch):
+    """Guards against Debian's hosts file, which gives a machine's own name the address 127.0.1.1, unknown elsewhere."""
+    towards = {"debian": "127.0.1.1", "localhost": "127.0.0.1", "127.0.0.2": "127.0.0.2", "::1": "::1"}
+    monkeypatch.setattr(addresses, "_source_towards", lambda host: towards.get(host, "10.0.0.7"))
+    place = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "1"}
+    assert own_address(place | {"MASTER_ADDR": "debian"}) == "10.0.0.7"
+    for meant in ("localhost", "127.0.0.2", "::1"):  # all machines are this one, as in a trial
+        assert own_address(place | {"MASTER_ADDR": meant}) == towards[meant]
+
+
+def test_link_local_addresses_go_through_the_own_interface():
+    """Guards against another machine's interface name in an address: this one's has another."""
+    assert seen_from("fe80::1%eth0", "fe80::2") == "fe80::2%eth0"
+    assert seen_from("fd77::1", "fd77::2") == "fd77::2"
+
+
+def test_ipv6_connections():
+    """Guards against addresses that are taken apart as IPv4 ones are."""
+    try:
+        connections.listen("::1").close()
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    ranks = meet(2, [Route(0, 0, 1)], host="::1")
+    ranks[0].senders[Route(0, 0, 1)].send([memoryview(b"six")])
+    assert received(ranks[1].receivers[Route(0, 0, 1)], 3) == b"six"
+
+
 def test_a_loopback_address_is_no_use_to_other_machines():
     check_reachable(["127.0.0.1"] * 3)
-    check_reachable(["10.0.0.1", "10.0.0.2", "fe80::1%eth0"])
+    check_reachable(["10.0.0.1", "10.0.0.2", "fe80::1"])
     with pytest.raises(ValueError, match=r"rank 1 has the address 127\.0\.1\.1.*GLOO_SOCKET_IFNAME"):
         check_reachable(["10.0.0.1", "127.0.1.1"])
+
+
+def test_public_addresses_are_known():
+    """Guards against ranks that the whole internet can reach, and nobody says so."""
+    assert public_addresses(["10.0.0.1", "127.0.0.1", "fe80::1", "fd77::1", "192.168.3.4"]) == []
+    assert public_addresses(["8.8.8.8", "10.0.0.1", "2600::1", "8.8.8.8"]) == ["2600::1", "8.8.8.8"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -11,16 +11,14 @@ from datetime import timedelta
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from distributed_inference import stages
 from distributed_inference.compiled import CompiledStageRunner
-from distributed_inference.connections import Connections
 from distributed_inference.layout import DRAFT_RANK, Layout
-from distributed_inference.links import Wires, routes
 from distributed_inference.messages import Batch, Start, header_size
 from distributed_inference.remote import Pipeline, RemoteExecutor
 from distributed_inference.stages import PREFILL_CHUNK, Setup, StageRunner, StageServer, prompt_chunks
+from distributed_inference.startup import Group
 from pipeline_inference import Decoder, LocalExecutor, Sampling, SPDDrafter
 from pipeline_model import CachePlan, NodeRow, Target
 from tests.ranks import ranks
@@ -136,16 +134,16 @@ def decode_cases(world_size):
     """On every rank: all cases; the draft rank compares with one process and prints what differs."""
     stages.PREFILL_CHUNK = 4  # so that a short prompt has several
     torch.compile = lambda function, **_: function  # what is compiled is tested; compiling takes half a minute
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
+    group = Group.of_process(TIMEOUT)
+    rank = group.environment.rank
     for case in cases(world_size):
         model = tiny_model(case.family)
         whole = Target(copy.deepcopy(model))
         head = tiny_head(whole, case.sizes)
         target = part_of(model, case.layout, rank)
         anchors = head.config.anchors
-        wires = Wires(CPU, torch.float32, Connections(routes(case.layout), TIMEOUT))
-        setup = Setup(case.layout, rank, wires, case.width, anchors, TIMEOUT, TIMEOUT)
+        wires = group.wires(case.layout, CPU, torch.float32, "gloo")
+        setup = Setup(case.layout, rank, wires, case.width, anchors, TIMEOUT, TIMEOUT, TIMEOUT)
         stage = case.layout.stage_of(rank)
         runner = None if stage is None else new_runner(case, target, stage)
         if rank != DRAFT_RANK:
@@ -166,7 +164,7 @@ def decode_cases(world_size):
             print(f"NO TIMES: {case}: {ours.timings}")
         pipeline.stop()
     print("finished", flush=True)
-    dist.barrier()
+    group.barrier()
 
 
 @pytest.mark.parametrize("world_size", [3, 4])

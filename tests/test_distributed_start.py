@@ -13,13 +13,14 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
 from distributed_inference.example_mp_pipeline_generate import PROMPT as EXAMPLE_PROMPT
-from distributed_inference.launch import RankParser
+from distributed_inference.launch import RankParser, add_arguments
 from distributed_inference.layout import Layout, parse_gpus
-from distributed_inference.stages import StageRunner
+from distributed_inference.stages import StageRunner, StageServer
 from distributed_inference.startup import check_same
 from evaluation_data import Sample
 from evaluation_workers import sample_seed
@@ -149,6 +150,40 @@ def test_torchrun_starts_the_example(files):
     prompt = [0] * len(EXAMPLE_PROMPT.split())  # none of its words is in the vocabulary
     assert " ".join(f"w{token}" for token in hf_greedy(tiny_model("llama"), prompt, 12)) in done.stdout
     assert "rank 0 (draft, stage 0)" in done.stdout
+
+
+def test_ranks_begin_anew_with_torchrun_and_end_with_it(tmp_path):
+    """Guards against a second attempt that meets where the first one did, and ranks that outlive their torchrun."""
+    command = ["torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1"]
+    script = "distributed_inference/example_mp_pipeline_generate.py"
+    save_target(tmp_path / "target", max_position_embeddings=100_000)
+    save_head(tiny_head(Target.load(str(tmp_path / "target")), (1, 3)), tmp_path / "head.pt")
+    arguments = flags(tmp_path, "--colocate_draft", "--warmup_iters", "0", tokens=90_000)
+    printed = tmp_path / "out"
+    with open(printed, "wb") as out:
+        torchrun = psutil.Popen(
+            [sys.executable, "-m", *command, script, *arguments],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+    found = []
+    try:
+        for attempt in (1, 2):
+            deadline = time.monotonic() + 90
+            while printed.read_text().count("Prompt 1/1") < attempt:
+                assert time.monotonic() < deadline, printed.read_text()
+                time.sleep(0.1)
+            found = torchrun.children()
+            if attempt == 1:
+                found[-1].kill()
+        torchrun.kill()
+        assert psutil.wait_procs(found, timeout=15)[1] == []
+    finally:
+        for process in (torchrun, *found):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        torchrun.wait()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -281,7 +316,7 @@ def test_a_port_in_use_is_named(files, tmp_path):
         server.bind(("127.0.0.1", 0))
         server.listen()
         port = server.getsockname()[1]
-        with ranks(3, tmp_path, generate, *flags(files, "--load_timeout_sec", "5"), port=port) as running:
+        with ranks(3, tmp_path, generate, *flags(files, "--meet_timeout_sec", "2"), port=port) as running:
             assert running.join() == [2, 2, 2]
             assert f"rank 0 cannot meet the others at 127.0.0.1:{port}" in running.err(0)
 
@@ -339,15 +374,33 @@ def test_survivors_of_a_killed_rank_end_with_its_name(files, tmp_path, where, vi
             assert int(printed[1]) >= 2
 
 
-def test_a_rank_that_hangs_is_given_up(files, tmp_path):
-    """Guards against survivors that wait for ever where no connection breaks."""
-    arguments = flags(files, "--warmup_iters", "0", "--decode_timeout_sec", "3")
-    with ranks(3, tmp_path, stuck_at, "decode", 1, *arguments) as running:
+@pytest.mark.parametrize(("where", "limit"), [("load", "--load_timeout_sec"), ("decode", "--decode_timeout_sec")])
+def test_a_rank_that_hangs_is_given_up(files, tmp_path, where, limit):
+    """Guards against survivors that wait for ever where no connection breaks, or name each other."""
+    arguments = flags(files, "--warmup_iters", "0", limit, "4")
+    with ranks(3, tmp_path, stuck_at, where, 1, *arguments) as running:
         running.wait_for(1, "here")
-        running.processes[0].join(30)
-        running.processes[2].join(30)
-        assert [running.processes[rank].exitcode for rank in (0, 2)] == [1, 1]
-        assert "(stage 0): it did not answer for 3 s" in running.err(0) + running.err(2)
+        assert running.join(30) == [1, 1, 1]
+        assert all("lost rank 1 (stage 0): it did not answer for 4 s" in running.err(rank) for rank in range(3))
+
+
+def test_a_frozen_rank_is_given_up(files, tmp_path):
+    """Guards against survivors that name a rank that waits itself, for the one whose process is stopped."""
+    arguments = flags(files, "--warmup_iters", "0", "--decode_timeout_sec", "2", tokens=150)
+    with ranks(3, tmp_path, slow_stages, *arguments) as running:
+        running.wait_for(0, "Prompt 1/1")
+        os.kill(running.processes[1].pid, signal.SIGSTOP)
+        for rank in (0, 2):
+            running.processes[rank].join(30)
+            assert running.processes[rank].exitcode == 1
+            assert "lost rank 1 (stage 0): it did not answer for 2 s" in running.err(rank)
+
+
+def slow_stages(*arguments):
+    """The example, in no hurry."""
+    run = StageRunner.run
+    StageRunner.run = lambda *args: time.sleep(0.05) or run(*args)
+    generate(*arguments)
 
 
 def failing_stage(*arguments):
@@ -385,6 +438,57 @@ def test_ctrl_c_ends_a_rank_that_waits(files, tmp_path):
         assert "tokens were verified" in running.out(0)
         running.processes[1].join(20)
         assert running.processes[1].exitcode == 1
+
+
+def with_pipe(read_by, *arguments):
+    """The example; rank 0 prints into a pipe whose reader has ended, or takes nothing in."""
+    if os.environ["RANK"] == "0":
+        reader, writer = os.pipe()
+        if read_by == "nobody":
+            os.close(reader)
+        else:
+            os.set_blocking(writer, False)
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    os.write(writer, bytes(1 << 12))
+            os.set_blocking(writer, True)
+        os.dup2(writer, 1)
+        os.close(writer)
+        sys.stdout = io.TextIOWrapper(io.FileIO(1, "w"))
+    elif os.environ["RANK"] == "1":
+        serve = StageServer.serve
+        StageServer.serve = lambda self: print("serving", flush=True) or serve(self)
+    generate(*arguments)
+
+
+def test_ranks_end_when_nobody_reads_their_output(files, tmp_path):
+    """Guards against tracebacks and waiting ranks after `| head`."""
+    with ranks(3, tmp_path, with_pipe, "nobody", *flags(files)) as running:
+        assert running.join(30) == [141, 141, 141]
+        assert [running.err(rank) for rank in range(3)] == ["", "", ""]
+
+
+def test_ctrl_c_ends_a_rank_whose_output_is_not_read(files, tmp_path):
+    """Guards against `| tee` or `| less`: the thread that ends the rank waited for the output, for ever."""
+    with ranks(3, tmp_path, with_pipe, "one who sleeps", *flags(files, "--warmup_iters", "0")) as running:
+        running.wait_for(1, "serving")
+        time.sleep(0.5)
+        os.kill(running.processes[0].pid, signal.SIGINT)
+        assert running.join(20) == [130, 1, 1]
+        assert "stopped by SIGINT" in running.err(0)
+        assert "rank 1 (stage 0) stops: rank 0 (draft) was stopped by SIGINT" in running.err(1)
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "1e-7", "1e15", "inf", "nan", "soon"])
+@pytest.mark.parametrize("what", ["meet", "load", "prefill", "decode"])
+def test_timeouts_of_no_use_are_refused(what, seconds, capsys):
+    """Guards against a timeout that ends every run, one that overflows, and one that never ends."""
+    parser = RankParser()
+    add_arguments(parser)
+    with pytest.raises(SystemExit) as exit_info:
+        parser.parse_args(["--spec_head_ckpt", "b", f"--{what}_timeout_sec={seconds}"])
+    assert exit_info.value.code == 2
+    assert f"--{what}_timeout_sec: '{seconds}' is no number of seconds from 0.1 to" in capsys.readouterr().err
 
 
 def test_bad_flags_are_said_once_a_machine(monkeypatch):

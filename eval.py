@@ -22,7 +22,17 @@ from chat_template import add_template_flags
 from evaluation_data import digest_prompts
 from evaluation_files import RowLog, read_summaries
 from evaluation_methods import METHODS
-from evaluation_metrics import Key, Row, is_whole, markdown, results_line, row_key, summarise
+from evaluation_metrics import (
+    Key,
+    Row,
+    head_results,
+    is_whole,
+    markdown,
+    profile_table,
+    results_line,
+    row_key,
+    summarise,
+)
 from evaluation_plan import Plan, PlannedRun, Planner
 from evaluation_plots import plot_summary
 from evaluation_workers import Task, Workers
@@ -75,6 +85,9 @@ def build_parser() -> Parser:
     run = parser.add_argument_group("run")
     run.add_argument("--output_dir", type=Path, default=Path("eval_output"), help="folder of raw/ and summary/")
     run.add_argument("--gpus", nargs="+", default=["auto"], help="a process each: 0 1 2, or cpu; auto: GPU 0, or cpu")
+    run.add_argument(
+        "--profile_timing", action=BooleanOptionalAction, default=False, help="print where each run's time went"
+    )
     run.add_argument("--resume", action="store_true", help="go on with the runs in the output folder")
     return parser
 
@@ -134,12 +147,20 @@ class Evaluation:
             summary = summarise(rows.values(), settings, planned.run.costs, planned.run.num_devices)
             write_json(planned.files.summary, summary)
             plot_summary(summary, planned.files.plots)
-            with atomic_open(planned.files.table) as file:
-                file.write(markdown(read_summaries(self.args.output_dir, planned.files.prefix)))
+            self.write_overviews(planned)
             print(f"[{title}] {results_line(summary)}\n    {planned.files.summary}")
+            if self.args.profile_timing:
+                print(f"\n{profile_table(summary['overall'])}\n")
             failed += len(summary["failed"]) + len(summary["baseline_failed"])
         print(f"\nTable: {self.plan.runs[0].files.table}")
         return failed
+
+    def write_overviews(self, planned: PlannedRun) -> None:
+        """The table of all runs in the output folder, and the results of this run's head there."""
+        summaries = read_summaries(self.args.output_dir, planned.files.prefix)
+        with atomic_open(planned.files.table) as file:
+            file.write(markdown(summaries))
+        write_json(planned.files.results(planned.settings), head_results(summaries, planned.settings))
 
     def baseline(self, planned: PlannedRun, title: str) -> dict[Key, Row]:
         """The rows of the target alone, from the cache where they are there."""

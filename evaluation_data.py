@@ -44,6 +44,7 @@ class Sample:
     question_id: int | str
     category: str
     prompt_ids: tuple[int, ...]
+    prompt: str = ""  # as text, before any template
 
     @property
     def key(self) -> tuple[str, str]:
@@ -148,7 +149,7 @@ def encode_questions(
             check_length(len(ids), max_new_tokens, max_positions)
         except ValueError as error:
             raise ValueError(f"{where}: --{error}") from None
-        samples.append(Sample(question.dataset, question.question_id, question.category, tuple(ids)))
+        samples.append(Sample(question.dataset, question.question_id, question.category, tuple(ids), question.prompt))
     return samples
 
 

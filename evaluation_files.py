@@ -3,6 +3,7 @@
     raw/pipeline_eval__RUN__per_sample.jsonl   one row a sample, appended as it finishes
     raw/pipeline_eval__RUN__run.json           settings, arguments, commit, versions
     summary/pipeline_eval__RUN__summary.json   beside it __plots.png; pipeline_eval__table.md for all runs there
+    summary/pipeline_eval__HEAD__TARGET__results.json   one head's runs there: an entry a data set of each run
     BASELINE_CACHE/baseline__*__KEY.jsonl      rows of the target alone; KEY is a hash of all that changes them
 
 RUN names head, target and settings: `SmolLM2-135M-Instruct_s6_l2__SmolLM2-135M-Instruct__n6_W1_T0`. The files of a
@@ -218,6 +219,11 @@ class RunFiles:
     def plots(self) -> Path:
         return self.output_dir / "summary" / f"{self.prefix}__{self.name}__plots.png"
 
+    def results(self, settings: Mapping[str, Any]) -> Path:
+        """What the head of this run, or its method where it has no head, reached in all runs of the output folder."""
+        owner = settings["head"] or settings["method"]
+        return self.output_dir / "summary" / f"{self.prefix}__{owner}__{settings['target']}__results.json"
+
     @property
     def table(self) -> Path:
         """The Markdown table of all summaries in the output folder that have this prefix."""
@@ -225,9 +231,17 @@ class RunFiles:
 
 
 def read_summaries(output_dir: Path, prefix: str = PREFIX) -> list[dict[str, Any]]:
-    """Every summary with this prefix in an output folder, by name."""
-    paths = sorted((output_dir / "summary").glob(f"{prefix}__*__summary.json"))
-    return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    """Every summary with this prefix in an output folder, by name. ValueError names one that is none."""
+    summaries = []
+    for path in sorted((output_dir / "summary").glob(f"{prefix}__*__summary.json")):
+        try:
+            summary = json.loads(path.read_text(encoding="utf-8"))
+            if not all(isinstance(summary[name], dict) for name in ("settings", "overall", "datasets")):
+                raise TypeError
+        except (OSError, ValueError, KeyError, TypeError):
+            raise ValueError(f"{str(path)!r} is no summary of an evaluation: move it away") from None
+        summaries.append(summary)
+    return summaries
 
 
 def baseline_cache(folder: Path, settings: Mapping[str, Any]) -> RowLog:

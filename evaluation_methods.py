@@ -39,6 +39,14 @@ class Run:
         return len(self.stage_sizes) + METHODS[self.method].beside
 
     @property
+    def draws_as_baseline(self) -> bool:
+        """Whether its ids must be the baseline's: greedy ones, and those that are drawn from p alone, by one seed.
+
+        A tree draws so: its candidates do not depend on chance, and verification draws once a position.
+        """
+        return self.sampling.greedy or self.method == "autoregressive" or self.draft_top_k > 1
+
+    @property
     def axes(self) -> dict[str, str]:
         """What tells this run from others of its method, for tables and for file names: "n = 6" -> "n6"."""
         axes = {}

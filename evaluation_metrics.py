@@ -81,6 +81,7 @@ METRICS = (
         ("new_tokens", "decode_loop_steps"),
         lambda costs, tokens, cycles: tokens / (cycles * costs.cycle),
     ),
+    Metric("prefill_tok_s", ("prompt_tokens", "prefill_sec"), lambda _, tokens, seconds: tokens / seconds),
     Metric("pipeline_decode_tok_s", ("new_tokens", "decode_wall_sec"), lambda _, tokens, seconds: tokens / seconds),
     Metric("ideal_decode_tok_s", ("new_tokens", "ideal_decode_wall_sec"), lambda _, tokens, seconds: tokens / seconds),
     Metric(
@@ -107,6 +108,8 @@ SUMMED = (
     "ideal_decode_wall_sec",
     "draft_sec",
     "verify_sec",
+    "rollbacks",
+    "rollback_sec",
 )
 
 
@@ -152,6 +155,8 @@ def sample_row(sample: Sample, result: GenerationResult, costs: Costs) -> Row:
         "stage_sec": timings.stages,
         "draft_sec": timings.draft,
         "verify_sec": timings.verify,
+        "rollbacks": timings.rollbacks,
+        "rollback_sec": timings.rollback,
         "baseline_new_tokens": None,
         "baseline_decode_wall_sec": None,
         "equal_to_baseline": None,
@@ -173,6 +178,7 @@ def identity_of(sample: Sample) -> Row:
         "dataset": sample.dataset,
         "question_id": sample.question_id,
         "category": sample.category,
+        "question": sample.prompt,
         "prompt_sha256": sample.prompt_sha256,
     }
 
@@ -202,9 +208,10 @@ def accepted_runs(accepted: Sequence[bool]) -> list[int]:
     return runs
 
 
-def compare_with_baseline(row: Row, baseline: Mapping[str, Any], costs: Costs, *, greedy: bool) -> Row:
-    """The row with the baseline's counts and speed-ups; greedy: also whether the ids are equal, and if not, where.
+def compare_with_baseline(row: Row, baseline: Mapping[str, Any], costs: Costs, *, same_draws: bool) -> Row:
+    """The row with the baseline's counts and speed-ups.
 
+    same_draws: the ids must be the baseline's, so the row also says whether they are, and if not, where they part.
     A baseline that failed leaves its error in `baseline_error`.
     """
     if "error" in baseline:
@@ -213,7 +220,7 @@ def compare_with_baseline(row: Row, baseline: Mapping[str, Any], costs: Costs, *
         "baseline_new_tokens": baseline["new_tokens"],
         "baseline_decode_wall_sec": baseline["decode_wall_sec"],
     }
-    if greedy:
+    if same_draws:
         difference = first_difference(row["output_ids"], baseline["output_ids"])
         row |= {"equal_to_baseline": difference is None, "first_difference": difference}
     return row | metrics_of(row, costs)
@@ -349,6 +356,41 @@ def interval(resampled: np.ndarray) -> list[float] | None:
     return [float(bound) for bound in np.percentile(finite, [2.5, 97.5])] if finite.size else None
 
 
+# What an entry of `head_results` takes from its run's settings.
+RESULT_SETTINGS = (
+    "label",
+    "temperature",
+    "draft_top_k",
+    "draft_chain",
+    "stage_sizes",
+    "placement",
+    "device",
+    "dtype",
+    "max_new_tokens",
+    "top_k",
+    "top_p",
+    "seed",
+)
+HEAD_SETTINGS = ("method", "head", "head_sha256", "num_spec_layers", "target", "target_fingerprint")
+
+
+def head_results(summaries: Iterable[Mapping[str, Any]], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What one head reached in all its runs: in `results` an entry for each data set of each run, flat.
+
+    settings: of any run of this head; the summaries of other heads and targets are left out.
+    """
+    head = {name: settings[name] for name in HEAD_SETTINGS}
+    results = []
+    for summary in summaries:
+        run = summary["settings"]
+        if any(run.get(name) != value for name, value in head.items()):
+            continue
+        shared = {name: run.get(name) for name in RESULT_SETTINGS} | {"num_stages": len(run["stage_sizes"])}
+        names = data_set_order(summary["datasets"])
+        results += [{"dataset": name} | shared | summary["datasets"][name] for name in names]
+    return head | {"results": results}
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Tables
 # ---------------------------------------------------------------------------------------------------------------------
@@ -369,6 +411,20 @@ def results_line(summary: Mapping[str, Any]) -> str:
     if part["compared_with_baseline"]:
         figures.append(f"{part['equal_to_baseline']}/{part['compared_with_baseline']} equal to the baseline")
     return f"{summary['settings']['label']}: {', '.join(figures)}"
+
+
+def profile_table(part: Mapping[str, Any]) -> str:
+    """Where the time of the cycles went: a line for the head, each stage, the verification, and the rollbacks."""
+    totals, cycles = part["totals"], part["totals"]["decode_loop_steps"]
+    parts = {"draft": totals["draft_sec"]}
+    parts |= {f"stage {index}": seconds for index, seconds in enumerate(part["stage_sec"])}
+    parts["verify"] = totals["verify_sec"]
+    parts[f"{totals['rollbacks']} rollbacks"] = totals["rollback_sec"]
+    parts |= {f"all {cycles} cycles": totals["decode_wall_sec"], "ideal": totals["ideal_decode_wall_sec"]}
+    lines = [
+        [name, f"{seconds:.3f}", f"{seconds / cycles * 1e3:.3f}" if cycles else "–"] for name, seconds in parts.items()
+    ]
+    return markdown_table(["part", "seconds", "ms a cycle"], lines)
 
 
 def data_set_order(names: Iterable[str]) -> list[str]:

@@ -29,6 +29,7 @@ from evaluation_files import (
     device_name,
     file_sha256,
     number_name,
+    read_summaries,
     safe_name,
     target_fingerprint,
 )
@@ -196,6 +197,7 @@ class Planner:
         runs = [self.planned(shared, *values) for values in itertools.product(*map(dict.fromkeys, axes))]
         for planned in runs:
             planned.files.rows.check(planned.settings, resume=args.resume)
+        read_summaries(args.output_dir, runs[0].files.prefix)  # the table will show them, too
         return Plan(runs, self.samples, self.options, self.devices, self.tokenizer, self.note)
 
     def target_settings(self) -> dict[str, Any]:

@@ -58,7 +58,7 @@ def compared(row: Row, task: Task, executor: Executor) -> Row:
     """
     if task.baseline is None:
         return row
-    row = compare_with_baseline(row, task.baseline, task.run.costs, greedy=task.run.sampling.greedy)
+    row = compare_with_baseline(row, task.baseline, task.run.costs, same_draws=task.run.draws_as_baseline)
     difference = row["first_difference"]
     if difference and None not in difference.values():
         prefix = [*task.sample.prompt_ids, *row["output_ids"][: difference["position"]]]

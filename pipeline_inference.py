@@ -951,7 +951,8 @@ class Generation:
         """Commit a verdict to the tree, roll back what disagrees, record the token."""
         dead = self.tree.commit(verdict)
         if dead:
-            self._executor.roll_back(dead)
+            with self.timeline.rolling_back():
+                self._executor.roll_back(dead)
         node = self.tree.root
         self._entering = [node] if verdict.accepted is None else _living(self._entering)
 

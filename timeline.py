@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -40,7 +41,7 @@ class Span(NamedTuple):
 
 @dataclass
 class Timings:
-    """Seconds of one generation. All but the two wall-clock times are sums over its cycles."""
+    """Seconds of one generation, and its rollbacks. All but the two wall-clock times are sums over its cycles."""
 
     prefill: float = 0.0  # wall-clock
     decode: float = 0.0  # wall-clock, all cycles
@@ -51,6 +52,8 @@ class Timings:
     # What the decode would take with a device a stage and one for the head: per cycle the slowest stage or the head,
     # plus verification; or, with verify_lag 1, the slowest of the three. A draft in line adds to stage 0.
     ideal_decode: float = 0.0
+    rollbacks: int = 0  # verdicts that dropped tokens in flight: rejections and, with a tree, losing candidates too
+    rollback: float = 0.0  # on the host's clock: dropping is bookkeeping, as nothing has to be restored
 
 
 class _OpenSpan:
@@ -84,6 +87,7 @@ class Timeline:
         self._cycles: list[dict[str, float]] = []  # row -> seconds, of each cycle
         self.spans: list[Span] = []
         self.cycle_ends: list[float] = []  # seconds on the host's clock
+        self._rollbacks: list[float] = []  # seconds, likewise
 
     def _now(self):
         if not self._cuda:
@@ -95,6 +99,13 @@ class Timeline:
     def span(self, row: str) -> _OpenSpan:
         """Time a block of this cycle. A row may be entered more than once a cycle."""
         return _OpenSpan(self, row)
+
+    @contextmanager
+    def rolling_back(self) -> Iterator[None]:
+        """Count a rollback, and time it on the host's clock."""
+        begun = time.perf_counter()
+        yield
+        self._rollbacks.append(time.perf_counter() - begun)
 
     def end_cycle(self) -> None:
         """Close the running cycle; the next span belongs to the next one."""
@@ -138,6 +149,8 @@ class Timeline:
             verify=totals[VERIFY],
             wait=totals[WAIT],
             ideal_decode=ideal,
+            rollbacks=len(self._rollbacks),
+            rollback=sum(self._rollbacks),
         )
 
     def settle(self) -> None:

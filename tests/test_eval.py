@@ -119,13 +119,15 @@ def decoded(monkeypatch):
 
 def test_files_rows_and_summary_of_a_run(files, tmp_path, capsys):
     """Guards against rows that are not what the decoder did, and a summary that is not the rows'."""
-    assert evaluate(files, tmp_path, "--draft_top_k", "6") == 0  # wide: some drafts of a random head are right
+    # Wide: some drafts of a random head are right.
+    assert evaluate(files, tmp_path, "--draft_top_k", "6", "--profile_timing") == 0
     name = "pipeline_eval__head__target__n2_W6_T0"
     assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob("[rs]*/*")) == [
         f"raw/{name}__per_sample.jsonl",
         f"raw/{name}__run.json",
         f"summary/{name}__plots.png",
         f"summary/{name}__summary.json",
+        "summary/pipeline_eval__head__target__results.json",
         "summary/pipeline_eval__table.md",
     ]
     target = Target.load(str(files / "target"))
@@ -140,6 +142,7 @@ def test_files_rows_and_summary_of_a_run(files, tmp_path, capsys):
         assert (row["new_tokens"], row["decode_loop_steps"]) == (7, result.cycles)
         assert (row["n_accepted"], row["n_verified"]) == (result.n_accepted, result.n_verified)
         assert (row["prompt_tokens"], row["stop_reason"]) == (len(prompt), "length")
+        assert row["question"] == SETS[dataset][question_id]
         assert row["equal_to_baseline"] is True
         assert all(row[metric.name] is not None for metric in METRICS)
         assert row["wall_time_sec"] == row["prefill_sec"] + row["decode_wall_sec"]
@@ -159,12 +162,17 @@ def test_files_rows_and_summary_of_a_run(files, tmp_path, capsys):
     assert {"commit", "versions"} <= set(record)
     assert (summary["settings"]["chat_template"], summary["settings"]["dtype"]) == (True, "float32")
 
+    results = json.loads((tmp_path / "summary" / "pipeline_eval__head__target__results.json").read_text())["results"]
+    assert [entry["dataset"] for entry in results] == ["first", "second"]
+    assert results[1].items() >= (summary["datasets"]["second"] | {"draft_top_k": 6, "temperature": 0.0}).items()
+
     captured = capsys.readouterr()
     assert captured.out.startswith(
         "data sets: first, second\n[run 1/1] SPD head, n = 2, W = 6, T = 0: 5 prompts, alpha "
     )
     assert "5/5 equal to the baseline" in captured.out
     assert f"{tmp_path}/summary/pipeline_eval__table.md" in captured.out
+    assert re.search(r"^\| stage 1 \| [\d.]+ \| [\d.]+ \|$", captured.out, re.M)
     bar = captured.err.splitlines()[-1].split("\r")[-1]
     assert re.search(rf"5/5 .*alpha {summary['overall']['alpha_pooled']:.2f}, [\d.]+ tokens/s", bar)
     table = (tmp_path / "summary" / "pipeline_eval__table.md").read_text()
@@ -303,6 +311,17 @@ def test_samples_draw_the_same_in_any_company(files, tmp_path, no_plots):
     both, one, other = (without_times(rows_of(tmp_path / name)) for name in ("both", "one", "seed"))
     assert one == {key: row for key, row in both.items() if key[0] == "second"}
     assert all(both[key]["output_ids"] != other[key]["output_ids"] for key in both)
+
+
+def test_sampled_trees_are_compared(files, tmp_path, no_plots):
+    """Guards against a tree that draws other tokens than the target alone with the same seed, unnoticed."""
+    assert evaluate(files, tmp_path, "--temperature", "1", "--draft_top_k", "3") == 0
+    rows = rows_of(tmp_path)
+    assert {row["equal_to_baseline"] for row in rows.values()} == {True}
+    greedy = hf_greedy(Target.load(str(files / "target")).model, [1, 9, 2], 8)
+    assert rows["second", 0]["output_ids"] != greedy
+    assert evaluate(files, tmp_path / "chain", "--temperature", "1") == 0
+    assert {row["equal_to_baseline"] for row in rows_of(tmp_path / "chain").values()} == {None}
 
 
 def test_sample_seeds_differ():

@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 
 import numpy as np
 import pytest
@@ -16,16 +17,18 @@ from evaluation_metrics import (
     compare_with_baseline,
     failed_row,
     first_difference,
+    head_results,
     iid_accept_length,
     is_whole,
     markdown,
+    profile_table,
     results_line,
     sample_row,
     spd_costs,
     summarise,
 )
 from evaluation_plots import plot_summary
-from pipeline_inference import GenerationResult
+from pipeline_inference import GenerationResult, LocalExecutor
 from script_utils import write_json
 from tests.tiny import hf_greedy, oracle, random_prompt, scripted_decoder, tiny_target
 from timeline import Timings
@@ -46,7 +49,7 @@ COSTS = spd_costs((5, 5, 5, 5), 10)  # a head of two stages' depth: a cycle is h
 
 
 def sample(dataset="a", question_id=1):
-    return Sample(dataset, question_id, "chat", (5, 17, 3))
+    return Sample(dataset, question_id, "chat", (5, 17, 3), "a prompt")
 
 
 def result(tokens, cycles, accepted, *, decode, ideal, stop="length", fills=(0, 0, 0, 1)):
@@ -61,7 +64,14 @@ def result(tokens, cycles, accepted, *, decode, ideal, stop="length", fills=(0, 
         accepted_by_fill=[accepted * share for share in fills],
         stop_reason=stop,
         timings=Timings(
-            prefill=0.5, decode=decode, stages=[1.0, 2.0, 3.0, 4.0], draft=0.25, verify=0.75, ideal_decode=ideal
+            prefill=0.5,
+            decode=decode,
+            stages=[1.0, 2.0, 3.0, 4.0],
+            draft=0.25,
+            verify=0.75,
+            ideal_decode=ideal,
+            rollbacks=2,
+            rollback=0.125,
         ),
     )
 
@@ -80,7 +90,7 @@ def hand_made_rows():
             sample(dataset, question_id), result(tokens, cycles, accepted, decode=decode, ideal=ideal), COSTS
         )
         baseline = {"new_tokens": base_tokens, "decode_wall_sec": base_seconds, "output_ids": row["output_ids"]}
-        rows.append(compare_with_baseline(row, baseline, COSTS, greedy=True))
+        rows.append(compare_with_baseline(row, baseline, COSTS, same_draws=True))
     return rows
 
 
@@ -97,6 +107,7 @@ def test_metrics_of_one_row():
         "acceptance_rate": 10 / 20,
         "equivalent_accept_length": 4 * 10 / 20,
         "theoretical_speedup": 10 / 20 * 2,  # a cycle is half a step of the target
+        "prefill_tok_s": 3 / 0.5,
         "pipeline_decode_tok_s": 10 / 4.0,
         "ideal_decode_tok_s": 10 / 2.0,
         "speedup_vs_baseline": 5.0 / 4.0,
@@ -104,6 +115,7 @@ def test_metrics_of_one_row():
     }
     assert (row["prefill_sec"], row["decode_wall_sec"], row["wall_time_sec"]) == (0.5, 4.0, 4.5)
     assert (row["stage_sec"], row["draft_sec"], row["verify_sec"]) == ([1, 2, 3, 4], 0.25, 0.75)
+    assert (row["rollbacks"], row["rollback_sec"], row["question"]) == (2, 0.125, "a prompt")
     json.dumps(row, allow_nan=False)
 
 
@@ -122,7 +134,9 @@ def test_costs_agree_with_the_decoders_own_figures(sizes, spec_layers):
 def test_speed_up_compares_speeds_where_lengths_differ():
     """Guards against dividing the seconds of outputs that differ in length (sampling, rounding)."""
     row = sample_row(sample(), result(10, 20, 8, decode=4.0, ideal=2.0), COSTS)
-    row = compare_with_baseline(row, {"new_tokens": 40, "decode_wall_sec": 8.0, "output_ids": [1]}, COSTS, greedy=False)
+    row = compare_with_baseline(
+        row, {"new_tokens": 40, "decode_wall_sec": 8.0, "output_ids": [1]}, COSTS, same_draws=False
+    )
     assert row["speedup_vs_baseline"] == (10 / 4.0) / (40 / 8.0)
     assert row["equal_to_baseline"] is None  # sampled outputs are not compared
     assert row["first_difference"] is None
@@ -131,7 +145,7 @@ def test_speed_up_compares_speeds_where_lengths_differ():
 def test_a_failed_baseline_leaves_its_error_and_no_speed_up():
     """Guards against a run that dies with its baseline, or a speed-up over nothing."""
     row = sample_row(sample(), result(10, 20, 8, decode=4.0, ideal=2.0), COSTS)
-    row = compare_with_baseline(row, failed_row(sample(), MemoryError("full")), COSTS, greedy=True)
+    row = compare_with_baseline(row, failed_row(sample(), MemoryError("full")), COSTS, same_draws=True)
     assert row["baseline_error"] == "MemoryError: full"
     assert row["speedup_vs_baseline"] is None
     assert row["alpha"] == 0.8
@@ -140,7 +154,8 @@ def test_a_failed_baseline_leaves_its_error_and_no_speed_up():
 def test_end_token_of_the_prefill_gives_no_metrics():
     """Guards against a division by zero, or a zero that pulls means down, when the first token ends the text."""
     row = sample_row(sample(), result(0, 0, 0, decode=0.0, ideal=0.0, stop="eos"), COSTS)
-    assert {row[metric.name] for metric in METRICS} == {None}
+    assert {row[metric.name] for metric in METRICS} == {None, 6.0}
+    assert row["prefill_tok_s"] == 6.0
     assert row["accepted_runs"] == []
     part = aggregate([*hand_made_rows(), row], COSTS)
     assert (part["samples"], part["without_cycles"], part["stopped_at_end_token"]) == (5, 1, 1)
@@ -162,6 +177,37 @@ def test_an_end_token_in_the_window_is_not_over_counted(end, width):
     assert row["new_tokens"] == row["n_verified"] == row["n_accepted"] == end  # the prefill's token is not counted
     assert row["accepted_runs"] == [end]
     assert row["decode_loop_steps"] == end + 3  # filling the pipeline, then a token a cycle
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_rollbacks_are_counted_and_timed(width, monkeypatch):
+    """Guards against a profile that does not show what rejections cost, or counts the accepted drafts among them."""
+    target, prompt = tiny_target("llama"), random_prompt(5)
+    tokens = hf_greedy(target.model, prompt, 20)
+    dropped = []
+    roll_back = LocalExecutor.roll_back
+
+    def slow(self, dead):
+        dropped.append(dead)
+        time.sleep(0.002)
+        roll_back(self, dead)
+
+    monkeypatch.setattr(LocalExecutor, "roll_back", slow)
+    misses = {8, 11, 20}  # positions whose drafts are all wrong
+    rank = lambda position: -1 if position in misses else 0  # noqa: E731
+    decoder = scripted_decoder(
+        target, (1, 1, 1, 1), prompt, oracle(prompt + tokens, rank=rank, width=width), draft_top_k=width
+    )
+    row = sample_row(sample(), decoder.generate(prompt, 20), spd_costs((1, 1, 1, 1), 1))
+    assert row["n_verified"] - row["n_accepted"] == 3
+    if width == 1:
+        assert row["rollbacks"] == 3
+    assert row["rollbacks"] == len(dropped)  # a tree also drops the candidates that lost
+    assert row["rollback_sec"] > 0.002 * len(dropped)
+
+    right = scripted_decoder(target, (1, 1, 1, 1), prompt, oracle(prompt + tokens))
+    timings = right.generate(prompt, 20).timings
+    assert (timings.rollbacks, timings.rollback) == (0, 0.0)
 
 
 def test_accepted_runs_are_cut_by_rejections():
@@ -221,7 +267,9 @@ def test_summary_of_a_hand_made_per_sample_file(tmp_path):
     assert overall["acceptance_rate_mean"] == pytest.approx((0.5 + 0.75 + 1 + 1 / 3) / 4)
     assert overall["equivalent_accept_length_pooled"] == 4 * 100 / 200
     assert overall["theoretical_speedup_pooled"] == 100 / 200 * 2
+    assert overall["prefill_tok_s_pooled"] == 12 / 2.0
     assert overall["pipeline_decode_tok_s_pooled"] == 100 / 30
+    assert (overall["totals"]["rollbacks"], overall["totals"]["rollback_sec"]) == (8, 0.5)
     assert overall["speedup_vs_baseline_pooled"] == 50 / 30
     assert overall["speedup_vs_baseline_mean"] == pytest.approx((5 / 4 + 15 / 6 + 5 / 5 + 25 / 15) / 4)
     assert overall["ideal_speedup_vs_baseline_pooled"] == 50 / 20
@@ -265,7 +313,7 @@ def test_first_differences_are_listed():
     row = hand_made_rows()[2]
     ids = [*row["output_ids"][:3], 99, *row["output_ids"][4:]]
     baseline = {"new_tokens": 20, "decode_wall_sec": 5.0, "output_ids": ids}
-    rows = [*hand_made_rows()[:2], compare_with_baseline(row, baseline, COSTS, greedy=True)]
+    rows = [*hand_made_rows()[:2], compare_with_baseline(row, baseline, COSTS, same_draws=True)]
     summary = summarise(rows, SETTINGS, COSTS, 5)
     assert summary["first_differences"] == [
         {"dataset": "b", "question_id": 1, "position": 3, "token": 3, "baseline_token": 99}
@@ -372,13 +420,65 @@ def test_table_has_the_papers_layout():
 def test_ranks_and_one_device_share_a_folder(tmp_path):
     """Guards against a run over ranks that overwrites the same run on one device, or its table."""
     ours, ranks = RunFiles(tmp_path, "head__target__n2"), RunFiles(tmp_path, "head__target__n2", MP_PREFIX)
-    write_json(ours.summary, {"of": "one device"})
-    write_json(ranks.summary, {"of": "ranks"})
-    assert read_summaries(tmp_path) == [{"of": "one device"}]
-    assert read_summaries(tmp_path, ranks.prefix) == [{"of": "ranks"}]
-    paths = [path for files in (ours, ranks) for path in (files.rows.path, files.rows.record, files.plots, files.table)]
-    assert len(set(paths)) == 8
-    assert all(path.name.startswith("mp_pipeline_eval__") for path in paths[4:])
+    first, second = ({"settings": {"placement": name}, "overall": {}, "datasets": {}} for name in ("one", "ranks"))
+    write_json(ours.summary, first)
+    write_json(ranks.summary, second)
+    assert read_summaries(tmp_path) == [first]
+    assert read_summaries(tmp_path, ranks.prefix) == [second]
+    owner = {"head": "head", "target": "target"}
+    paths = [
+        path
+        for files in (ours, ranks)
+        for path in (files.rows.path, files.rows.record, files.plots, files.table, files.results(owner))
+    ]
+    assert len(set(paths)) == 10
+    assert all(path.name.startswith("mp_pipeline_eval__") for path in paths[5:])
+
+
+def test_a_head_has_one_file_of_results():
+    """Guards against results of two heads in one list, and entries that do not say what they were measured with."""
+    head = {"method": "spd", "head": "h", "head_sha256": "1", "num_spec_layers": 2, "target_fingerprint": "2"}
+    settings = SETTINGS | head | {"draft_top_k": 1, "stage_sizes": [5, 5, 5, 5]}
+    summaries = [
+        summarise(hand_made_rows(), settings, COSTS, 5),
+        summarise(hand_made_rows()[:2], settings | {"draft_top_k": 4, "temperature": 0.7}, COSTS, 5),
+        summarise(hand_made_rows(), settings | {"head_sha256": "another"}, COSTS, 5),
+    ]
+    found = head_results(summaries, settings)
+    assert {name: found[name] for name in head} == head
+    shown = ("dataset", "temperature", "draft_top_k", "num_stages", "alpha_pooled")
+    assert [tuple(entry[name] for name in shown) for entry in found["results"]] == [
+        ("a", 0.0, 1, 4, 23 / 40),
+        ("b", 0.0, 1, 4, 30 / 60),
+        ("a", 0.7, 4, 4, 23 / 40),
+    ]
+    json.dumps(found, allow_nan=False)
+
+
+def test_profile_has_a_line_a_stage():
+    """Guards against a profile whose lines are not the run's seconds, by cycle."""
+    lines = profile_table(summarise(hand_made_rows(), SETTINGS, COSTS, 5)["overall"]).splitlines()
+    assert lines[2:] == [
+        "| draft | 1.000 | 5.000 |",  # of 200 cycles
+        "| stage 0 | 4.000 | 20.000 |",
+        "| stage 1 | 8.000 | 40.000 |",
+        "| stage 2 | 12.000 | 60.000 |",
+        "| stage 3 | 16.000 | 80.000 |",
+        "| verify | 3.000 | 15.000 |",
+        "| 8 rollbacks | 0.500 | 2.500 |",
+        "| all 200 cycles | 30.000 | 150.000 |",
+        "| ideal | 20.000 | 100.000 |",
+    ]
+
+
+def test_damaged_summaries_are_named(tmp_path):
+    """Guards against a table that fails after hours of a run, over a file of another one."""
+    path = RunFiles(tmp_path, "head__target__n2").summary
+    path.parent.mkdir()
+    for text in ('{"settings": {}', "[]", '{"settings": {}}'):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"__summary\.json' is no summary of an evaluation: move it away"):
+            read_summaries(tmp_path)
 
 
 def test_results_line():

@@ -85,9 +85,7 @@ def build_parser() -> Parser:
     run = parser.add_argument_group("run")
     run.add_argument("--output_dir", type=Path, default=Path("eval_output"), help="folder of raw/ and summary/")
     run.add_argument("--gpus", nargs="+", default=["auto"], help="a process each: 0 1 2, or cpu; auto: GPU 0, or cpu")
-    run.add_argument(
-        "--profile_timing", action=BooleanOptionalAction, default=False, help="print where each run's time went"
-    )
+    run.add_argument("--profile_timing", action=Switch, default=False, help="print where each run's time went")
     run.add_argument("--resume", action="store_true", help="go on with the runs in the output folder")
     return parser
 

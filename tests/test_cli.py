@@ -334,7 +334,7 @@ BAD_FLAGS = [
     (["--dtype", "float8"], "float8"),
     (["--prompt", "", "--prompt", PROMPT], "the prompt '' is empty"),
     (["--prompt", " \t ", "--prompt", PROMPT], "is empty"),
-    (["--attn_implementation", "flash_attention_2", "--draft_top_k", "2"], "use sdpa"),
+    (["--attn_implementation", "flash_attention_2", "--draft_top_k", "2"], "use --attn_implementation sdpa"),
     (["--unknown_flag", "1"], "unknown_flag"),
 ]
 BAD_FILES = [

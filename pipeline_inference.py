@@ -17,6 +17,7 @@ import argparse
 import heapq
 import itertools
 import os
+import re
 import sys
 import threading
 import time
@@ -25,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from numbers import Integral
-from typing import ClassVar, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -34,7 +35,9 @@ from jinja2 import TemplateError
 from torch import Tensor
 from transformers import (
     AutoTokenizer,
+    GenerationConfig,
     LogitsProcessorList,
+    PreTrainedConfig,
     PreTrainedTokenizerBase,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -51,8 +54,8 @@ from pipeline_model import (
     SpeculationHead,
     Target,
     TreeMask,
-    load_head,
-    read_checkpoint,
+    find_target,
+    read_head,
 )
 from script_utils import (
     Parser,
@@ -94,6 +97,14 @@ class Sampling:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+    def same_draws(self, draft_top_k: int) -> bool:
+        """Whether a pipeline of this width emits the very tokens of the target alone, given the same seed.
+
+        A tree's verification draws from the target, once a token, as the target alone does. A sampled chain's is the
+        ratio test, which uses up other random numbers: its tokens are distributed alike, no more.
+        """
+        return self.greedy or draft_top_k > 1
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """The distribution that is sampled from, [..., V] float32: temperature, then top-k, then top-p."""
@@ -987,17 +998,69 @@ class Generation:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Streaming
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class TextStream:
+    """The text of tokens, as they come: every character once, with the token that completes it.
+
+    A token is decoded behind the one before it, not alone, as it could lose a blank at its border or half a character.
+    The text before those is not decoded again. (`tokenizers.DecodeStream` does as much, but fails for bytes that never
+    become a character, which a model may well sample.)
+    """
+
+    MOST_HELD = 64  # tokens without text; past so many bytes are no half of a character
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        self._decode = partial(tokenizer.decode, skip_special_tokens=True)
+        self._special = frozenset(tokenizer.all_special_ids)
+        self._tokens: list[int] = []  # the newest that gave text, then those that are held back
+        self._shown = 0  # how many of these gave text
+
+    def put(self, token: int) -> str:
+        """What one more token completes of the text: nothing after half a character, or for a special token."""
+        if token in self._special:
+            return ""
+        self._tokens.append(token)
+        text, held = self._new_text(), len(self._tokens) - self._shown
+        if (not text or text.endswith("\N{REPLACEMENT CHARACTER}")) and held < self.MOST_HELD:
+            return ""
+        return self._show(text)
+
+    def end(self) -> str:
+        """What was held back: half a character, as replacement characters."""
+        return self._show(self._new_text())
+
+    def _new_text(self) -> str:
+        shown, text = self._decode(self._tokens[: self._shown]), self._decode(self._tokens)
+        if text.startswith(shown):
+            return text[len(shown) :]
+        # Bytes that are no character can change what the bytes before them decode to. What was shown stays.
+        return self._decode(self._tokens[self._shown :])
+
+    def _show(self, text: str) -> str:
+        del self._tokens[: self._shown]
+        self._shown = len(self._tokens)
+        return text
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Command line: the pipeline beside standard generation
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def add_model_arguments(parser: Parser, *, head_names_target: bool = False) -> argparse._ArgumentGroup:
+PROMPTS = (
+    "What is the capital of France?",
+    "Write a short poem about the sea.",
+    "Explain what a prime number is.",
+)
+
+
+def add_model_arguments(parser: Parser) -> argparse._ArgumentGroup:
     """The target's flags. Returns their group, for more of them."""
     model = parser.add_argument_group("model")
-    more = "; unset: the head's" if head_names_target else ""
-    model.add_argument(
-        "--base_model_path", required=not head_names_target, help=f"target model: a folder or a hub id{more}"
-    )
+    model.add_argument("--base_model_path", help="target: a folder or a hub id; unset: the head's own")
     add_dtype_argument(model)
     model.add_argument("--attn_implementation", default="sdpa", choices=ATTN_IMPLEMENTATIONS, help="attention kernels")
     model.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
@@ -1033,117 +1096,146 @@ def build_parser() -> Parser:
     model.add_argument("--spec_head_ckpt", help="head checkpoint (file or folder); omitted: standard generation alone")
     model.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     pipeline = add_decoding_arguments(parser)
+    pipeline.add_argument("--pipeline_first", action="store_true", help="run the pipeline before standard generation")
     pipeline.add_argument("--trace", metavar="FILE", help="write a Chrome/Perfetto trace of the pipeline")
     parser.add_argument(
-        "--prompt", type=str, nargs="+", action="extend", required=True, help="one or more prompts; repeatable"
+        "--prompt", type=str, nargs="+", action="extend", help="one or more, repeatable; unset: three of our own"
     )
     return parser
 
 
+def check_arguments(args: argparse.Namespace) -> None:
+    """ValueError for flags that cannot work; cheap."""
+    Sampling(args.temperature, args.top_k, args.top_p)
+    check_limits(args.max_new_tokens, args.draft_top_k)
+    check_template_flags(args)
+    check_attention(args.attn_implementation, args.draft_top_k)
+    check_seed(args.seed)
+    for name, given in (("trace", args.trace), ("pipeline_first", args.pipeline_first)):
+        if given and not args.spec_head_ckpt:
+            raise ValueError(f"--{name} is about the pipeline: it needs --spec_head_ckpt")
+    check_output_file("--trace", args.trace)
+
+
 class Demo:
-    """The two generations of the command line, and how they are printed."""
+    """The two generations of the command line, and how they are printed.
+
+    Every mistake of the user is found before the target's weights are loaded.
+    """
 
     def __init__(self, args: argparse.Namespace):
-        sampling = Sampling(args.temperature, args.top_k, args.top_p)
-        check_limits(args.max_new_tokens, args.draft_top_k)
-        check_template_flags(args)
-        device = resolve_device(args.device)
+        check_arguments(args)
+        self.args, device = args, resolve_device(args.device)
         dtype = resolve_dtype(args.dtype, device)
-        check_attention(args.attn_implementation, args.draft_top_k)
-        check_seed(args.seed)
-        if args.trace and not args.spec_head_ckpt:
-            raise ValueError("--trace shows the pipeline's stages: it needs --spec_head_ckpt")
-        check_output_file("--trace", args.trace)
-        config, _ = read_checkpoint(args.spec_head_ckpt) if args.spec_head_ckpt else (None, None)
-        self.args = args
+        self.base_model_path, config = find_target(args.base_model_path, args.spec_head_ckpt, args.trust_remote_code)
+        head = read_head(args.spec_head_ckpt, config) if args.spec_head_ckpt else None
+        self.tokenizer = load_tokenizer(self.base_model_path, args.trust_remote_code)
+        use_template(self.tokenizer, args)
+        self.prompts = [(prompt, self.encode(prompt, config)) for prompt in args.prompt or PROMPTS]
         self.target = Target.load(
-            args.base_model_path,
+            self.base_model_path,
             dtype=dtype,
             device=device,
             attn_implementation=args.attn_implementation,
             trust_remote_code=args.trust_remote_code,
         )
-        self.tokenizer = load_tokenizer(args.base_model_path, args.trust_remote_code)
-        use_template(self.tokenizer, args)
-        self.color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-        shared = {
-            "sampling": sampling,
-            "eos_token_ids": self.target.eos_token_ids,
-            "max_positions": self.target.config.max_position_embeddings,
-            "seed": args.seed,
-        }
-        self.standard = Decoder(LocalExecutor(self.target, (self.target.num_layers,)), **shared)
-        self.pipeline, self.spec_layers = None, 0
-        if config is not None:
-            head = load_head(args.spec_head_ckpt, self.target)
-            sizes = config.split(self.target.num_layers)
-            self.pipeline = Decoder(
-                LocalExecutor(self.target, sizes, config.anchors),
-                SPDDrafter(head, self.target, sizes, args.use_deepest),
-                draft_top_k=args.draft_top_k,
-                verify_lag=args.verify_lag,
-                verify_drafts=args.verify,
-                keep_trace=args.trace is not None,
-                **shared,
-            )
-            self.spec_layers = config.num_spec_layers
+        self.terminal = sys.stdout.isatty()
+        self.color = self.terminal and "NO_COLOR" not in os.environ
+        self.decoders = {"standard": self.decoder(LocalExecutor(self.target, (self.target.num_layers,)))}
+        self.spec_layers = 0
+        if head is not None:
+            self.spec_layers = head.config.num_spec_layers
+            pipeline = {"pipeline": self.pipeline(head.to(device=device, dtype=self.target.dtype))}
+            self.decoders = pipeline | self.decoders if args.pipeline_first else self.decoders | pipeline
 
-    def encode(self, prompt: str) -> list[int]:
-        return encode_prompt(self.tokenizer, prompt, enable_thinking=self.args.enable_thinking)
+    def encode(self, prompt: str, config: PreTrainedConfig) -> list[int]:
+        """Token ids of a prompt, checked."""
+        ids = encode_prompt(self.tokenizer, prompt, enable_thinking=self.args.enable_thinking)
+        check_length(len(ids), self.args.max_new_tokens, config.max_position_embeddings)
+        return token_ids(ids, config.vocab_size)
+
+    def decoder(self, executor: LocalExecutor, drafter: SPDDrafter | None = None, **settings: Any) -> Decoder:
+        return Decoder(
+            executor,
+            drafter,
+            sampling=Sampling(self.args.temperature, self.args.top_k, self.args.top_p),
+            eos_token_ids=self.target.eos_token_ids,
+            max_positions=self.target.config.max_position_embeddings,
+            seed=self.args.seed,
+            **settings,
+        )
+
+    def pipeline(self, head: SpeculationHead) -> Decoder:
+        args, sizes = self.args, head.config.split(self.target.num_layers)
+        return self.decoder(
+            LocalExecutor(self.target, sizes, head.config.anchors),
+            SPDDrafter(head, self.target, sizes, args.use_deepest),
+            draft_top_k=args.draft_top_k,
+            verify_lag=args.verify_lag,
+            verify_drafts=args.verify,
+            keep_trace=args.trace is not None,
+        )
 
     def run(self) -> int:
-        """Print every prompt's generations; write the trace. Exit code 1 if a float32 greedy pipeline differs."""
-        prompts = [(prompt, self.encode(prompt)) for prompt in self.args.prompt]
-        for _, ids in prompts:  # a bad one fails before any work
-            self.standard.check(ids, self.args.max_new_tokens)
+        """Print every prompt's generations; write the trace. Exit code 1 for a difference that must not be."""
+        note = unused_settings_note(self.base_model_path)
+        if note is not None:
+            print(note)
         failed, traces = False, {}
-        for number, (prompt, ids) in enumerate(prompts, start=1):
-            print(self.paint(f"\nPrompt {number}/{len(prompts)}: {prompt}", "bold"))
-            standard = self.standard.generate(ids, self.args.max_new_tokens)
-            self.print_generation("standard", standard)
-            if self.pipeline is None:
+        for number, (prompt, ids) in enumerate(self.prompts, start=1):
+            print(self.paint(f"\nPrompt {number}/{len(self.prompts)}: {prompt}", "bold"))
+            generations = {name: self.generate(name, ids) for name in self.decoders}
+            if "pipeline" not in generations:
                 continue
-            generation = self.pipeline.start(ids, self.args.max_new_tokens)
-            result = generation.finish()
-            self.print_generation("pipeline", result)
-            failed |= self.print_comparison(ids, standard, result)
+            failed |= self.print_comparison(ids, generations["standard"].result, generations["pipeline"].result)
             if self.args.trace:
-                traces[f"prompt {number}"] = generation.trace(self.tokenizer)
+                traces[f"prompt {number}"] = generations["pipeline"].trace(self.tokenizer)
         if traces:
             write_trace(self.args.trace, traces)
             print(f"\nTrace written to {self.args.trace}: open it at ui.perfetto.dev")
         return int(failed)
 
+    def generate(self, name: str, ids: list[int]) -> Generation:
+        """Run one generation and print it: the pipeline's text as it comes where somebody watches."""
+        generation = self.decoders[name].start(ids, self.args.max_new_tokens)
+        watched = self.terminal and name == "pipeline"
+        if watched:
+            self.stream(generation)
+        result = generation.finish()
+        print(self.paint(result_line(name, result, self.spec_layers), "bold"))
+        if not watched:
+            print(self.tokenizer.decode(result.tokens, skip_special_tokens=True))
+        return generation
+
+    def stream(self, generation: Generation) -> None:
+        """Print verified text, accepted drafts in green and the target's corrections in yellow."""
+        text = TextStream(self.tokenizer)
+        for event in generation:
+            style = "draft" if event.accepted else "correction"
+            print(self.paint(text.put(event.token), style), end="", flush=True)
+        print(self.paint(text.end(), style))
+
     def paint(self, text: str, style: str) -> str:
         codes = {"bold": "1", "draft": "32", "correction": "33"}
-        return f"\033[{codes[style]}m{text}\033[0m" if self.color else text
-
-    def print_generation(self, name: str, result: GenerationResult) -> None:
-        print(self.paint(result_line(name, result, self.spec_layers), "bold"))
-        print(self.text(result, colored=name == "pipeline"))
-
-    def text(self, result: GenerationResult, colored: bool) -> str:
-        """The decoded tokens; on a terminal accepted drafts are green and the target's corrections yellow."""
-        if not (colored and self.color):
-            return self.tokenizer.decode(result.tokens, skip_special_tokens=True)
-        runs = text_runs(self.tokenizer, result.tokens, result.accepted)
-        return "".join(self.paint(text, "draft" if accepted else "correction") for text, accepted in runs)
+        return f"\033[{codes[style]}m{text}\033[0m" if self.color and text else text
 
     def print_comparison(self, prompt: list[int], standard: GenerationResult, result: GenerationResult) -> bool:
-        """Say whether the ids are equal. Returns True for a difference that must not be (float32, greedy, verified)."""
-        if not self.standard.sampling.greedy or not self.args.verify:
-            why = "sampled: outputs differ by chance" if self.args.verify else "drafts were not verified"
+        """Say whether the ids are equal. Returns True for a difference that must not be (float32, verified)."""
+        sampling = self.decoders["standard"].sampling
+        if not self.args.verify or not sampling.same_draws(self.args.draft_top_k):
+            why = "a sampled chain differs by chance" if self.args.verify else "drafts were not verified"
             print(f"[compare] not compared ({why})")
             return False
         if standard.tokens == result.tokens:
-            print(f"[compare] ids are equal ({len(result.tokens)} tokens)")
+            drawn = "" if sampling.greedy else ", drawn with the same seed"
+            print(f"[compare] ids are equal ({len(result.tokens)} tokens{drawn})")
             return False
         at = shared_length(standard.tokens, result.tokens)
         if at == min(len(standard.tokens), len(result.tokens)):
             print("[compare] ids DIFFER in length only")
             return self.target.dtype == torch.float32
         prefix = prompt + standard.tokens[:at]
-        gap = logit_gap(self.standard.executor, prefix, standard.tokens[at], result.tokens[at])
+        gap = logit_gap(self.decoders["standard"].executor, prefix, standard.tokens[at], result.tokens[at])
         print(f"[compare] ids DIFFER from token {at}: logit gap {gap:.3g} between the two, {self.target.dtype}")
         return self.target.dtype == torch.float32
 
@@ -1170,25 +1262,6 @@ def logit_gap(executor: Executor, prefix: Sequence[int], first: int, second: int
     return float(logits[first] - logits[second])
 
 
-def text_runs(
-    tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], flags: Sequence[bool]
-) -> Iterator[tuple[str, bool]]:
-    """The decoded text, cut where the flag changes. A character made of several tokens goes with its last one.
-
-    A run decoded alone can lose a blank at its border, or the half of a character; here the parts join to the text.
-    """
-    text = tokenizer.decode(tokens, skip_special_tokens=True)
-    shown = done = 0
-    for flag, group in itertools.groupby(flags):
-        done += len(list(group))
-        so_far = tokenizer.decode(tokens[:done], skip_special_tokens=True)
-        # What the tokens so far settle: half a character decodes to something else than it does in the whole text.
-        settled = max(shown, shared_length(text, so_far))
-        if settled > shown:
-            yield text[shown:settled], flag
-        shown = settled
-
-
 def shared_length(first: Sequence, second: Sequence) -> int:
     """How many items two sequences have in common from the start on."""
     pairs = zip(first, second, strict=False)
@@ -1201,6 +1274,22 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError):
         raise ValueError(f"no tokenizer at {path!r}: the target's folder must hold tokenizer.json") from None
+
+
+def unused_settings_note(path: str) -> str | None:
+    """One line about what a target's generation_config.json asks for and decoding does not do; None where nothing is.
+
+    Its end ids are used; sampling is what the caller says, for the target and the pipeline alike.
+    """
+    try:
+        settings = GenerationConfig.from_pretrained(path).to_diff_dict()
+    except (OSError, ValueError):
+        return None
+    known = re.compile(r"_.*|.*_token_id|transformers_version|use_cache")  # used, or nothing that changes the text
+    unused = [name for name, value in settings.items() if value not in (None, False) and not known.fullmatch(name)]
+    if not unused:
+        return None
+    return f"[note] of the target's generation_config.json the end ids alone are used, not {', '.join(unused)}"
 
 
 def encode_prompt(

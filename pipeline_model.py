@@ -898,6 +898,25 @@ def default_target_path(config: HeadConfig, path: str | None) -> str:
     return stored
 
 
+def find_target(
+    path: str | None, checkpoint: str | None, trust_remote_code: bool = False
+) -> tuple[str, PreTrainedConfig]:
+    """Where the target is, and its configuration: at `path`, or else where the head's checkpoint says.
+
+    ValueError, which names the checkpoint where that was asked, as `default_target_path` and `load_target_config`.
+    """
+    if path:
+        return path, load_target_config(path, trust_remote_code)
+    if not checkpoint:
+        raise ValueError("--base_model_path is missing: without --spec_head_ckpt, nothing else names the target")
+    config, _ = read_checkpoint(checkpoint, mapped=True)
+    try:
+        path = default_target_path(config, None)
+        return path, load_target_config(path, trust_remote_code)
+    except ValueError as error:
+        raise ValueError(f"--base_model_path is missing, and {str(checkpoint)!r} does not help: {error}") from None
+
+
 def load_target_config(path: str, trust_remote_code: bool = False) -> PreTrainedConfig:
     """The (text) configuration of a local folder or a hub id, long before its weights.
 

@@ -131,9 +131,9 @@ class DistributedEvaluation:
         print(self.plan.note, flush=True)
         labels = {planned.run: planned.settings["label"] for planned in self.plan.runs}
         workers = PipelineWorker(lead, labels, keep_trace=self.args.trace is not None)
-        failed = evaluation.Evaluation(self.arguments, self.plan, workers).run()
+        code = evaluation.Evaluation(self.arguments, self.plan, workers).run()
         write_reports(self.args, workers.profiles, workers.traces)
-        return int(failed > 0)
+        return code
 
     def last_words(self) -> None:
         print("[stopped] finished rows are kept: --resume goes on from there", flush=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NoReturn
 
@@ -19,7 +20,7 @@ from chat_template import use_template
 from distributed_inference.cycle_profile import Cycle, cycles, write_reports
 from distributed_inference.launch import Checked, Lead, RankParser, add_arguments
 from distributed_inference.self_launch import run
-from pipeline_inference import Sampling, encode_prompt, load_tokenizer, result_line
+from pipeline_inference import Generation, Sampling, TextStream, encode_prompt, load_tokenizer, result_line
 from timeline import stage_row
 
 PROMPT = "What is the capital of France?"
@@ -40,7 +41,6 @@ class Example:
     def __init__(self, args: argparse.Namespace):
         self.args = args
         self._tokens: list[int] = []  # of the generation under way, all verified
-        self._shown = ""
 
     def prepare(self, checked: Checked) -> None:
         args = self.args
@@ -62,12 +62,8 @@ class Example:
         traces = {}
         for number, (prompt, ids) in enumerate(self.prompts, start=1):
             print(f"\nPrompt {number}/{len(self.prompts)}: {prompt}", flush=True)
-            self._tokens, self._shown = [], ""
             generation = decoder.start(ids, args.max_new_tokens)
-            for event in generation:
-                self._tokens.append(event.token)
-                self._stream()
-            self._tokens = []
+            self._stream(generation)
             print(f"\n{result_line('pipeline', generation.result, num_spec_layers)}", flush=True)
             own_stage = stage_row(0) if lead.layout.colocated else None
             profile += cycles(generation.timeline, decoder.executor.fills, own_stage)
@@ -76,12 +72,16 @@ class Example:
         write_reports(args, {"all prompts": profile}, traces)
         return 0
 
-    def _stream(self) -> None:
-        """Print what the tokens so far settle of the text."""
-        text = self.tokenizer.decode(self._tokens, skip_special_tokens=True)
-        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # half a character: its other tokens are on their way
-            print(text.removeprefix(self._shown), end="", flush=True)
-            self._shown = text
+    def _stream(self, generation: Generation) -> None:
+        """Print the text as it comes. Another thread does: the stages would go on while this one prints, untimed."""
+        text = TextStream(self.tokenizer)
+        with ThreadPoolExecutor(max_workers=1) as printer:
+            for event in generation:
+                self._tokens.append(event.token)
+                printed = printer.submit(lambda token: print(text.put(token), end="", flush=True), event.token)
+        printed.result()  # an error of the other thread, if there was one
+        print(text.end(), end="")
+        self._tokens = []
 
     def last_words(self) -> None:
         if self._tokens:

@@ -104,7 +104,7 @@ def add_arguments(parser: Parser, nargs: int | str = 1) -> None:
 
     nargs: as argparse has it, of --spec_head_ckpt, --num_stages, --temperature and --draft_top_k, which are lists.
     """
-    model = add_model_arguments(parser, head_names_target=True)
+    model = add_model_arguments(parser)
     model.add_argument("--spec_head_ckpt", nargs=nargs, required=True, help="head checkpoint, a file or a folder")
     ranks = parser.add_argument_group("ranks")
     ranks.add_argument("--num_stages", type=int, nargs=nargs, help="n, for a head trained for several; unset: its own")

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import GPT2Config, PreTrainedTokenizerFast
+from tokenizers import processors
+from transformers import GPT2Config
 
 import eval as eval_script
 import generate_training_data
@@ -20,7 +20,7 @@ import pipeline_inference
 import timeline
 from benchmarks import colocated_speed, plan_stages
 from distributed_inference import eval_mp_pipeline_dataset, example_mp_pipeline_generate
-from pipeline_inference import Demo, Verdict, build_parser, main, text_runs
+from pipeline_inference import PROMPTS, Demo, Verdict, build_parser, encode_prompt, main, unused_settings_note
 from pipeline_model import CHECKPOINT_NAME, Target, load_head, save_head
 from script_utils import Parser, atomic_open, first_line, quiet_libraries, run_script
 from tests.tiny import CHAT_TEMPLATE, hf_greedy, save_target, spd_decoder, tiny_head, tiny_target
@@ -117,7 +117,82 @@ def test_both_generations_are_shown(files, capsys, flags):
 @pytest.mark.parametrize(("flags", "expected"), [([], True), (["--no-use_deepest"], False), (["--use_deepest"], True)])
 def test_use_deepest_is_as_trained_unless_set(files, flags, expected):
     """Guards against a flag that does not reach the drafter, and a default other than the checkpoint's."""
-    assert Demo(build_parser().parse_args(arguments(files, *flags))).pipeline.drafter.use_deepest is expected
+    assert (
+        Demo(build_parser().parse_args(arguments(files, *flags))).decoders["pipeline"].drafter.use_deepest is expected
+    )
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_the_pipeline_can_run_first(files, capsys, first):
+    """Guards the order that a user asked for, and the comparison in either."""
+    code, out = run(capsys, files, *["--pipeline_first"] * first)
+    assert code == 0
+    assert (out.index("[pipeline]") < out.index("[standard]")) == first
+    assert "[compare] ids are equal (12 tokens)" in out
+
+
+def test_target_and_prompts_have_defaults(tmp_path, monkeypatch, capsys):
+    """Guards the command line of the paper's repository: a head, a length, a temperature, and nothing else."""
+    monkeypatch.chdir(tmp_path)
+    save_target("models/target", vocab_size=97)
+    head = tiny_head(Target.load("models/target"), (1, 3), base_model_path="models/target")
+    save_head(head, "head.pt")
+    monkeypatch.setattr(pipeline_inference, "PROMPTS", ("w1 w2", "w3", "w4 w5 w6"))
+    args = ["--spec_head_ckpt", "head.pt", "--max_new_tokens", "7", "--temperature", "0.0"]
+    assert main(build_parser().parse_args(args)) == 0
+    out = capsys.readouterr().out
+    assert re.findall(r"Prompt (\d/3): (.*)", out) == [("1/3", "w1 w2"), ("2/3", "w3"), ("3/3", "w4 w5 w6")]
+    assert out.count("[compare] ids are equal (7 tokens)") == 3
+    assert len(PROMPTS) == 3
+    assert all(prompt.strip() for prompt in PROMPTS)
+
+
+@pytest.mark.parametrize("stored", ["", "models/gone", "/gone", "~/gone", "../gone"])
+def test_a_head_whose_target_is_not_here(files, tmp_path, capsys, monkeypatch, stored):
+    """Guards against a message that names neither the checkpoint nor the way out, for a path of another machine."""
+    head = tmp_path / "head.pt"
+    save_head(tiny_head(Target.load(str(files / "target")), (1, 3), base_model_path=stored), head)
+    message = refusal(["--spec_head_ckpt", str(head), "--prompt", PROMPT], capsys, monkeypatch)
+    assert f"--base_model_path is missing, and {str(head)!r} does not help" in message
+    assert not stored or repr(stored) in message
+
+
+def test_neither_target_nor_head(capsys, monkeypatch):
+    """Guards against a traceback where nothing at all was given."""
+    message = refusal([], capsys, monkeypatch)
+    assert message == (
+        "pipeline_inference.py: error: --base_model_path is missing: without --spec_head_ckpt, "
+        "nothing else names the target\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "unused"),
+    [
+        ({}, []),
+        ({"eos_token_id": [60], "pad_token_id": 3, "bos_token_id": 4}, []),
+        ({"repetition_penalty": 1.8, "min_p": 0.3}, ["min_p", "repetition_penalty"]),
+        ({"do_sample": True, "temperature": 0.6}, ["do_sample", "temperature"]),
+    ],
+    ids=str,
+)
+def test_settings_of_the_target_that_are_not_used_are_named(tmp_path, fields, unused):
+    """Guards against a user who compares with `generate` and does not know that it applies a penalty."""
+    save_target(tmp_path)
+    written = json.loads((tmp_path / "generation_config.json").read_text())
+    (tmp_path / "generation_config.json").write_text(json.dumps(written | fields))
+    note = unused_settings_note(str(tmp_path))
+    assert sorted(note.split(", not ")[1].split(", ") if note else []) == unused
+
+
+def test_the_note_about_settings_is_printed_once(tmp_path, capsys):
+    """Guards against a note that nobody sees, or sees with every prompt."""
+    save_target(tmp_path, generation_fields={"repetition_penalty": 1.8})
+    args = ["--base_model_path", str(tmp_path), "--max_new_tokens", "1", "--prompt", "w1", "w2"]
+    main(build_parser().parse_args(args))
+    assert (
+        capsys.readouterr().out.count("[note] of the target's generation_config.json the end ids alone are used") == 1
+    )
 
 
 def test_works_without_a_head(files, capsys):
@@ -140,17 +215,37 @@ def test_several_prompts(files, capsys):
     assert out.count("[compare] ids are equal") == 3
 
 
-def test_sampling_is_not_compared(files, capsys):
+def test_a_sampled_chain_is_not_compared(files, capsys):
     """Guards against calling two samples different, and against settings that reach only one of the two."""
     flags = ["--temperature", "1.0", "--top_k", "20", "--top_p", "0.9"]
     outputs = [run(capsys, files, *flags, "--seed", seed) for seed in ("0", "0", "1")]
     texts = [re.findall(r"^(?:w\d+ ?)+$", out, re.M) for _, out in outputs]
-    assert all(code == 0 and "[compare] not compared (sampled" in out for code, out in outputs)
+    assert all(
+        code == 0 and "[compare] not compared (a sampled chain differs by chance)" in out for code, out in outputs
+    )
     assert texts[0] == texts[1]
     assert texts[0][0] != texts[2][0]  # the baseline samples
     assert texts[0][1] != texts[2][1]  # and the pipeline
     greedy_text = " ".join(f"w{token}" for token in hf_greedy(tiny_target("llama").model, IDS, 12))
     assert greedy_text not in texts[0]
+
+
+@pytest.mark.parametrize("flags", [[], ["--verify_lag", "1"], ["--top_k", "9", "--top_p", "0.8"]], ids=str)
+def test_a_sampled_tree_is_compared(files, capsys, flags):
+    """Guards a proof of losslessness: sampled with a tree, a seed's tokens are those of the target alone."""
+    settings = ["--temperature", "0.8", "--seed", "7", "--draft_top_k", "4", *flags]
+    code, out = run(capsys, files, *settings)
+    assert code == 0
+    assert "[compare] ids are equal (12 tokens, drawn with the same seed)" in out
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [("float32", 1), ("bfloat16", 0)])
+def test_a_sampled_tree_that_differs_is_reported(files, capsys, monkeypatch, dtype, expected):
+    """Guards against exit code 0 for a pipeline that draws from another distribution than the target's."""
+    monkeypatch.setattr(pipeline_inference, "verify", accept_first)
+    code, out = run(capsys, files, "--temperature", "0.8", "--draft_top_k", "4", "--dtype", dtype)
+    assert code == expected
+    assert "[compare] ids DIFFER from token" in out
 
 
 def test_unverified_drafts_are_not_compared(files, capsys):
@@ -161,13 +256,14 @@ def test_unverified_drafts_are_not_compared(files, capsys):
     assert PIPELINE.search(out)[5] == "1.00"
 
 
+def accept_first(logits, candidates, *_):
+    """Stands for `verify`, and believes any draft."""
+    return Verdict(candidates[0], 0) if candidates else Verdict(int(logits.argmax()), None)
+
+
 def test_a_pipeline_that_differs_is_reported(files, capsys, monkeypatch):
     """Guards against a comparison that says equal, or an exit code that hides a difference in float32."""
-    monkeypatch.setattr(
-        pipeline_inference,
-        "verify",
-        lambda logits, candidates, *_: Verdict(candidates[0], 0) if candidates else Verdict(int(logits.argmax()), None),
-    )
+    monkeypatch.setattr(pipeline_inference, "verify", accept_first)
     code, out = run(capsys, files)
     assert code == 1
     gap = re.search(r"\[compare\] ids DIFFER from token 1: logit gap ([\d.e+-]+) between the two, torch.float32", out)
@@ -194,48 +290,17 @@ def test_terminal_shows_accepted_and_corrected_tokens(files, capsys, monkeypatch
     assert "\033" not in out
 
 
-def byte_tokenizer():
-    """One token a byte, as byte-level BPE without merges."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=backend)
-
-
-def word_tokenizer():
-    """SentencePiece style: a word's leading blank is part of its token, and is dropped where a text begins."""
-    backend = Tokenizer(models.WordLevel({"▁a": 0, "▁b": 1, "c": 2, "<s>": 3}, unk_token="c"))
-    backend.decoder = decoders.Metaspace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
-    tokenizer.add_special_tokens({"bos_token": "<s>"})
-    return tokenizer
-
-
-def test_coloured_runs_join_to_the_whole_text():
-    """Guards against characters split over two colours, and blanks at a run's border, that do not reach the screen."""
-    tokenizer = byte_tokenizer()
-    tokens = tokenizer("aé€ b")["input_ids"]
-    assert len(tokens) == 8  # 1 + 2 + 3 + 1 + 1 bytes
-    flags = [True, True, False, False, True, False, True, True]
-    # é ends in the first correction; € ends in the second one, so the draft between them shows nothing
-    assert list(text_runs(tokenizer, tokens, flags)) == [("a", True), ("é", False), ("€", False), (" b", True)]
-    assert list(text_runs(tokenizer, tokens[:2], [True, False])) == [("a", True), ("\N{REPLACEMENT CHARACTER}", False)]
-
-    tokenizer, tokens, flags = word_tokenizer(), [3, 0, 1, 2, 1], [True, False, True, True, False]
-    assert list(text_runs(tokenizer, tokens, flags)) == [("a", False), (" bc", True), (" b", False)]
-
-
-def test_prompts_are_user_turns_where_there_is_a_template(files, tmp_path, capsys):
+def test_prompts_are_user_turns_where_there_is_a_template(tmp_path):
     """Guards against a chat model that gets bare text, and against `--no-chat_template` that is ignored."""
     save_target(tmp_path, chat_template=CHAT_TEMPLATE)
     for flags, expected in [([], [1, 5, 17, 3, 2]), (["--no-chat_template"], [5, 17, 3])]:
         demo = Demo(build_parser().parse_args(["--base_model_path", str(tmp_path), *flags, "--prompt", PROMPT]))
-        assert demo.encode(PROMPT) == expected
+        assert demo.prompts == [(PROMPT, expected)]
     add_bos = processors.TemplateProcessing(single="w1 $A", special_tokens=[("w1", 1)])
     demo.tokenizer.backend_tokenizer.post_processor = add_bos
-    assert demo.encode(PROMPT) == [1, *IDS]
+    assert encode_prompt(demo.tokenizer, PROMPT, chat_template=False) == [1, *IDS]
     with pytest.raises(ValueError, match="the prompt ' ' is empty"):
-        demo.encode(" ")  # a token that the tokenizer adds does not make it a prompt
+        encode_prompt(demo.tokenizer, " ", chat_template=False)  # a token that the tokenizer adds is no prompt
 
 
 def test_end_tokens_of_the_target_are_used(tmp_path, capsys):

@@ -40,11 +40,8 @@ class Run:
 
     @property
     def draws_as_baseline(self) -> bool:
-        """Whether its ids must be the baseline's: greedy ones, and those that are drawn from p alone, by one seed.
-
-        A tree draws so: its candidates do not depend on chance, and verification draws once a position.
-        """
-        return self.sampling.greedy or self.method == "autoregressive" or self.draft_top_k > 1
+        """Whether its ids must be the baseline's: see `Sampling.same_draws`."""
+        return self.method == "autoregressive" or self.sampling.same_draws(self.draft_top_k)
 
     @property
     def axes(self) -> dict[str, str]:

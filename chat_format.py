@@ -299,7 +299,9 @@ class ChatFormat:
                 header, missing = self._header(shape[:index], skeleton, first, setting)
                 start = (places[first - 1][1] if first else 0) + header
                 written = places[own[-1]][1] if own else start
-                end = self._end(text, message, written, places[after][0] if after < len(places) else len(text))
+                limit = places[after][0] if after < len(places) else len(text)
+                next_has_text = after == len(places) or skeleton.slots[after].message == index + 1
+                end = self._end(text, message, written, limit, next_has_text)
                 if end is None:
                     return None
                 spans.append((start, end))
@@ -315,11 +317,13 @@ class ChatFormat:
         """
         before = skeleton.slots[first].before if first < len(skeleton.slots) else skeleton.tail
         prompt_end = self._prompt_end(shape, skeleton.slots[first - 1] if first else None, setting)
-        if prompt_end is not None:
-            pairs = zip(before, prompt_end, strict=False)
-            least = min(len(before), len(prompt_end))
-            header = next((index for index, (a, b) in enumerate(pairs) if a != b), least)
-            return header, prompt_end[header:] if header == len(before) else ""
+        if prompt_end is not None and before.startswith(prompt_end):
+            return len(prompt_end), ""
+        if prompt_end is not None and prompt_end.startswith(before):
+            return len(before), prompt_end[len(before) :]
+        if prompt_end is not None:  # <think> in the one, <tool_call> in the other: they part in front of the word
+            same = next(index for index, (a, b) in enumerate(zip(before, prompt_end, strict=False)) if a != b)
+            return len(re.sub(r"\S+\Z", "", before[:same])), ""
         found = before.rfind(self.generation_prompt) if self.generation_prompt else -1
         return (len(before) if found < 0 else found + len(self.generation_prompt)), ""
 
@@ -333,11 +337,16 @@ class ChatFormat:
         same = (last and (last.message, last.part)) == (before and (before.message, before.part))
         return skeleton.tail if same else None
 
-    def _end(self, text: str, message: Message, written: int, limit: int) -> int | None:
-        """Where a reply ends whose text ends at `written`; calls come after it, but not past `limit`."""
+    def _end(self, text: str, message: Message, written: int, limit: int, next_has_text: bool) -> int | None:
+        """Where a reply ends whose text ends at `written`; calls come after it, but not past `limit`.
+
+        With `next_has_text` no whole turn stands before `limit`, so that the last end token there is the reply's: the
+        arguments of a call may quote one.
+        """
         if "tool_calls" not in message:
             return self._past_end_of_turn(text, written)
-        found = text.find(self.end_of_call, written, limit) if self.end_of_call else -1
+        find = text.rfind if next_has_text else text.find
+        found = find(self.end_of_call, written, limit) if self.end_of_call else -1
         return None if found < 0 else found + len(self.end_of_call)
 
     def _spans_by_prefixes(self, text, messages, setting: Setting) -> list[Span] | None:

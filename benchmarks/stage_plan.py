@@ -233,7 +233,7 @@ def read_traces(path: str | Path) -> list[Trace]:
     ValueError, in one line, for another kind of file and for a draft tree's, whose cycles do not follow from the flags.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8").removesuffix("\n").split("\n")  # texts may have U+2028
     except (OSError, ValueError) as error:
         raise ValueError(f"--trace {str(path)!r} cannot be read: {first_line(error)}") from None
     traces = []

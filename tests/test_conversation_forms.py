@@ -12,14 +12,29 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
+import generate_training_data as gen
 import train
+from chat_format import ChatFormat
 from conversation_data import clean_conversation, hold_out
 from conversation_sources import Counters, find_sources, folder_lines
 from evaluation_data import read_questions
 from pipeline_inference import encode_prompt
 from script_utils import run_record, write_json
-from tests.test_conversation_data import CHATML, MARKED, QWEN3, QWEN35, assistant, load, make_tokenizer, show, user
+from tests.test_conversation_data import (
+    CHATML,
+    MARKED,
+    NO_SYSTEM,
+    QWEN3,
+    QWEN35,
+    assistant,
+    load,
+    make_tokenizer,
+    show,
+    user,
+)
 from tests.test_conversation_data import system as system_turn
 
 __all__ = ["load"]  # a fixture
@@ -153,6 +168,28 @@ def test_reasoning_in_a_field(row, field):
     assert row(OBJECT_TOOLS, chat(user("hi"), assistant(None) | {field: "x"}))[0] == HEAD + "[<think> ⏎ x]"
 
 
+def test_generation_leaves_out_what_the_template_refuses(tmp_path, capsys):
+    """One record with a system turn ended a whole run of generate_training_data.py with a traceback."""
+    path = tmp_path / "d.jsonl"
+    path.write_text(json.dumps(chat(system_turn("sys"), *TURNS)) + "\n" + LINE)
+    flags = ["--model_name", "M", "--data_path", str(path), "--output", str(tmp_path / "o.jsonl")]
+    prompts = gen.read_prompts(gen.build_parser().parse_args(flags), make_tokenizer(NO_SYSTEM))
+    assert len(prompts) == 1
+    assert "left out: 1 chat template: no system role" in capsys.readouterr().out
+
+
+def test_the_blank_before_an_answer_is_kept():
+    """Tokenizers that mark the beginnings of words lose it where the answer is decoded alone."""
+    backend = Tokenizer(models.WordLevel({"\u2581a": 0, "\u2581b": 1, "c": 2, "<e>": 3}, unk_token="c"))
+    backend.decoder = decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<e>"]})
+    assert tokenizer.decode([1, 2]) == "bc"
+    assert gen.continuation(tokenizer, [0], [1, 2]) == " bc"
+    assert gen.continuation(tokenizer, [0], [2, 3]) == "c<e>"
+    assert gen.continuation(tokenizer, [0], []) == ""
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Tools and system prompts
 
@@ -186,6 +223,26 @@ def test_a_call_at_the_end_and_two_results(row):
         f"{HEAD}[<|eot|> a ␣ c <|eot|> a ␣ c <|im_end|>] ⏎ {tool.format('d')}{tool.format('e')}"
         "<|im_start|> assistant ⏎ [<|eot|> a ␣ c <|im_end|>] ⏎"
     )
+
+
+def test_calls_beside_an_empty_thinking_block():
+    """'<t' was taken for the prompt's, as decoding's prompt goes on with '<think>' and the call with '<tool_call>'."""
+    template = SWITCH.replace(
+        "m.content + '<|im_end|>\n'", "m.content }}{{ '<tool>' if m.tool_calls }}{{ '<|im_end|>\n'"
+    )
+    turns = [user("hi"), assistant("") | {"tool_calls": [CALL]}, {"role": "tool", "content": "d"}, assistant("e")]
+    tokenizer = make_tokenizer(template)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<tool>"]})
+    text, spans = ChatFormat(tokenizer).render_with_spans(turns)
+    assert [text[start:end] for start, end in spans] == ["<tool><|im_end|>", "e<|im_end|>"]
+
+
+def test_arguments_that_quote_the_end_of_a_turn(row):
+    """The supervised call ended inside its arguments."""
+    call = {"function": {"name": "a", "arguments": {"b": "<|im_end|> c"}}}
+    turns = [user("hi"), assistant("") | {"tool_calls": [call]}, {"role": "tool", "content": "d"}, assistant("e")]
+    shown, _ = row(OBJECT_TOOLS, chat(*turns))
+    assert "[<|eot|> a ␣ <|im_end|> ␣ c <|im_end|>] ⏎" in shown
 
 
 def test_templates_that_want_arguments_as_text(row):

@@ -26,7 +26,7 @@ from torch.distributed import TCPStore
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from distributed_inference.launch import Checked, Lead, RankParser, RankProcess, add_arguments
-from pipeline_inference import Decoder, LocalExecutor, encode_prompt, load_tokenizer, shared_length
+from pipeline_inference import Decoder, LocalExecutor, Sampling, encode_prompt, load_tokenizer, shared_length
 from pipeline_model import Target
 from script_utils import (
     DTYPES,
@@ -71,8 +71,9 @@ class Measurement:
             checked.check_prompt(prompt)
 
     def run(self, lead: Lead) -> int:
-        lead.warm_up(self._prompts[0], lead.speculative)
-        self._result.write_text(json.dumps(decode(lead.speculative, self._prompts, lead.args.max_new_tokens)))
+        decoder = lead.speculative(*lead.args.spec_head_ckpt, Sampling(), 1)
+        lead.warm_up(self._prompts[0], decoder)
+        self._result.write_text(json.dumps(decode(decoder, self._prompts, lead.args.max_new_tokens)))
         return 0
 
     def last_words(self) -> None:

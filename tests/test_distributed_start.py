@@ -17,6 +17,7 @@ import psutil
 import pytest
 import torch
 
+from benchmarks import colocated_speed
 from distributed_inference.example_mp_pipeline_generate import PROMPT as EXAMPLE_PROMPT
 from distributed_inference.launch import RankParser, add_arguments
 from distributed_inference.layout import Layout, parse_gpus
@@ -130,6 +131,22 @@ def test_cycle_overhead_adds_up():
         assert run["efficiency"] == pytest.approx(run["ideal_ms"] / run["cycle_ms"], abs=1e-3)
         assert run["cycle_ms"] > 6
     assert report["cycle_ms"] == report["runs"][0]["cycle_ms"]
+
+
+def measure_colocated(flags, result):
+    """A rank of benchmarks/colocated_speed.py, on whichever core there is."""
+    args = colocated_speed.build_parser().parse_args(flags)
+    args.cores = [min(os.sched_getaffinity(0))] * 2
+    colocated_speed.run_rank(args, [IDS], int(os.environ["RANK"]), int(os.environ["MASTER_PORT"]), result)
+
+
+def test_colocated_speed_measures_the_pipeline(files, tmp_path):
+    """Guards against a benchmark that does not run, or that decodes anything but the pipeline's own tokens."""
+    paths = ["--base_model_path", str(files / "target"), "--spec_head_ckpt", str(files / "head.pt")]
+    limits = ["--stage_layers", "1;3", "--max_new_tokens", "12"]
+    with ranks(2, tmp_path, measure_colocated, [*paths, *limits], tmp_path / "result.json") as running:
+        assert running.join() == [0, 0], running.err(0)
+    assert json.loads((tmp_path / "result.json").read_text())["tokens"] == [expected(files).tokens]
 
 
 def test_torchrun_starts_the_example(files):

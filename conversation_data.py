@@ -517,6 +517,7 @@ def load_conversations(
     seed: int = 0,
     num_proc: int = 1,
     cache_dir: str | Path | None = None,
+    rebuild: bool = False,
     verbose: bool = True,
 ) -> ConversationData:
     """Reads, repairs and tokenises conversations; the rows lie in an Arrow file and are mapped, not loaded.
@@ -528,6 +529,7 @@ def load_conversations(
     num_proc: processes that tokenise; the rows do not depend on it.
     cache_dir: folder of the Arrow files, by default inside the cache of `datasets`. A file is used again when sources
         (path, size, time), tokenizer and options are the same.
+    rebuild: tokenise again what is there.
     verbose: progress bar on stderr, table on stdout; set it on one rank only.
 
     Several processes may call this at once with the same arguments; each returns the same rows.
@@ -543,12 +545,14 @@ def load_conversations(
     sources = find_sources(data_path)
     root = Path(cache_dir or Path(datasets.config.HF_DATASETS_CACHE) / "conversation_data")
     folder = root / cache_key(sources, tokenizer, options)
-    if not folder.exists():
+    if rebuild or not folder.exists():
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=root) as scratch:
             built = Path(scratch, "built")
             built.mkdir()
             write_rows(built, sources, tokenizer, options, num_proc, show_progress=verbose)
+            if rebuild and folder.exists():
+                folder.rename(Path(scratch, "old"))
             try:
                 built.rename(folder)
             except OSError:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,8 +39,8 @@ class CachedPass(NamedTuple):
 class FeatureCache:
     """`teacher_features` of the examples of one data set, computed once.
 
-    folder: where the states lie; made when missing. ValueError when it belongs to other data or another target, when it
-        was made without one of the anchors, or when the disk has no room for all examples.
+    folder: where the states lie; made by `open`. ValueError when it belongs to other data or another target, or was
+        made without one of the anchors.
     anchors: what this head reads.
     rows, lengths: the data set and the tokens of each of its examples.
     more_anchors: what heads that are trained later from the same folder will read besides.
@@ -64,18 +65,22 @@ class FeatureCache:
                 )
         self.target, self.anchors = target, tuple(anchors)
         self.offsets = np.concatenate([[0], np.cumsum(lengths)])
-        folder.mkdir(parents=True, exist_ok=True)
         needed = {*self.anchors, *more_anchors, target.num_layers} - {0}
-        identity = {"format": FORMAT, "data": _data_hash(rows), "target": _target_hash(target)}
-        self.kept = self._claim(folder, identity, needed)  # the b of the h_b that are stored
-        self.nbytes = self._nbytes(len(self.kept))
-        shape = (self._num_tokens, len(self.kept), target.config.hidden_size)
-        self.states = _open_map(folder / "states.bin", np.uint16, shape)  # bfloat16 bits
-        self.best = _open_map(folder / "best.bin", np.int32, shape[:1])
-        self.ready = _open_map(folder / "ready.bin", np.uint8, (len(lengths),))
+        self.folder = folder
+        self.identity = {"format": FORMAT, "data": _data_hash(rows), "target": _target_hash(target)}
+        self.kept = self._find_kept(needed)  # the b of the h_b that are stored
+        tokens, states = int(self.offsets[-1]), len(self.kept)
+        shape = (tokens, states, target.config.hidden_size)
+        self._maps = {  # file -> type and shape
+            "states.bin": (np.uint16, shape),  # bfloat16 bits
+            "best.bin": (np.int32, shape[:1]),
+            "ready.bin": (np.uint8, (len(lengths),)),
+        }
+        self.nbytes = sum(map(self._file_size, self._maps))  # on disk
 
-    def _claim(self, folder: Path, identity: dict[str, object], needed: set[int]) -> list[int]:
+    def _find_kept(self, needed: set[int]) -> list[int]:
         """The hidden states that the folder stores; a new one stores those that are needed."""
+        folder, identity = self.folder, self.identity
         path = folder / "cache.json"
         if path.exists():
             found = json.loads(path.read_text(encoding="utf-8"))
@@ -88,15 +93,38 @@ class FeatureCache:
                     "delete it, or name another folder"
                 )
             return found["hidden_states"]
-        kept = sorted(needed)
-        free, wanted = shutil.disk_usage(folder).free, self._nbytes(len(kept))
-        if free < wanted:
+        return sorted(needed)
+
+    def _file_size(self, name: str) -> int:
+        kind, shape = self._maps[name]
+        return int(np.prod(shape)) * np.dtype(kind).itemsize
+
+    @property
+    def missing_bytes(self) -> int:
+        """What `open` will take of the disk."""
+        found = [path.stat().st_blocks * 512 for name in self._maps if (path := self.folder / name).exists()]
+        return max(0, self.nbytes - sum(found))
+
+    def open(self) -> None:
+        """Make the files, or open those that are there, with their whole space: a write to a mapped file that finds no
+        room would end the process, without a word. ValueError, and no new file, when the disk has no room."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        new = [path for name in self._maps if not (path := self.folder / name).exists()]
+        try:
+            for name in self._maps:
+                with (self.folder / name).open("ab") as file:
+                    if size := self._file_size(name):
+                        os.posix_fallocate(file.fileno(), 0, size)
+            write_json(self.folder / "cache.json", self.identity | {"hidden_states": self.kept})
+        except OSError as error:
+            for path in new:
+                path.unlink(missing_ok=True)
             raise ValueError(
-                f"--feature_cache {str(folder.parent)!r} needs {wanted / 1e9:.1f} GB, the disk has "
-                f"{free / 1e9:.1f} GB free: train on less data, or without it"
-            )
-        write_json(path, identity | {"hidden_states": kept})
-        return kept
+                f"--feature_cache {str(self.folder.parent)!r} needs {self.nbytes / 1e9:.3g} GB ({error.strerror}): "
+                "make room, train on less data, or without it"
+            ) from None
+        maps = [np.memmap(self.folder / name, kind, "r+", shape=shape) for name, (kind, shape) in self._maps.items()]
+        self.states, self.best, self.ready = maps
 
     @torch.no_grad()
     def load(self, rows: np.ndarray, input_ids: Tensor, attention_mask: Tensor) -> CachedPass:
@@ -127,24 +155,23 @@ class FeatureCache:
                 self.best[tokens] = teacher_argmax(self.target, real).cpu().numpy()
                 self.ready[row] = 1
 
-    @property
-    def _num_tokens(self) -> int:
-        return int(self.offsets[-1])
-
-    def _nbytes(self, num_states: int) -> int:
-        """Size of a full cache: of each token so many hidden states, and its argmax."""
-        return self._num_tokens * (2 * num_states * self.target.config.hidden_size + 4)
-
     def _tokens(self, row: int) -> slice:
         """Where an example's tokens lie."""
         return slice(int(self.offsets[row]), int(self.offsets[row + 1]))
 
 
-def _open_map(path: Path, dtype: type, shape: tuple[int, ...]) -> np.memmap:
-    """A file as an array, zeros where it was never written; such parts take no room on disk."""
-    with path.open("ab") as file:
-        file.truncate(int(np.prod(shape)) * np.dtype(dtype).itemsize)
-    return np.memmap(path, dtype=dtype, mode="r+", shape=shape)
+def open_caches(caches: Sequence[FeatureCache]) -> None:
+    """Open caches that share a disk. ValueError, and nothing written, when it has no room for all of them."""
+    wanted = sum(cache.missing_bytes for cache in caches)
+    folder = caches[0].folder.absolute()
+    existing = next(path for path in folder.parents if path.exists())
+    if (free := shutil.disk_usage(existing).free) < wanted:
+        raise ValueError(
+            f"--feature_cache {str(caches[0].folder.parent)!r} needs {wanted / 1e9:.3g} GB, the disk has "
+            f"{free / 1e9:.3g} GB free: make room, train on less data, or without it"
+        )
+    for cache in caches:
+        cache.open()
 
 
 def _data_hash(rows: datasets.Dataset) -> str:

@@ -246,6 +246,8 @@ class HeadConfig:
     stage_layers: tuple[int, ...] | None = None  # layers per stage; None: even split
     spec_intermediate_size_fallback: int = 9216  # MLP width where the target's config has none
     spec_init_from_base_layers: tuple[int, ...] | None = None  # target layers the speculation layers started from
+    spec_init_first_layer: int | None = None  # number of the target's first layer there: 0; None: not said, as in the
+    # paper's heads, which count from 0, and this project's first ones, which count from 1
     trained_num_stages: tuple[int, ...] | None = None  # every n it was trained for; None: num_stages alone
     base_model_path: str = ""  # as the trainer was told; informative
     model_type: str | None = None  # of the target; None in the oldest checkpoints
@@ -298,6 +300,9 @@ class HeadConfig:
         base_layers = raw.get("spec_init_from_base_layers")
         if base_layers is not None:
             base_layers = _integers("spec_init_from_base_layers", _written_out(base_layers), 0)
+        first_layer = raw.get("spec_init_first_layer")
+        if first_layer is not None:
+            first_layer = _integer("spec_init_first_layer", first_layer, 0, 1)
         return cls(
             hidden_size=_integer("hidden_size", raw["hidden_size"], 1),
             vocab_size=vocab_size,
@@ -313,6 +318,7 @@ class HeadConfig:
                 "spec_intermediate_size_fallback", raw.get("spec_intermediate_size_fallback", 9216), 1
             ),
             spec_init_from_base_layers=base_layers,
+            spec_init_first_layer=first_layer,
             trained_num_stages=_trained_stages(raw.get("trained_num_stages"), num_stages),
             base_model_path=str(raw.get("base_model_path", "")),
             model_type=raw.get("model_type"),
@@ -1632,15 +1638,15 @@ def distillation_loss(
 
 
 def check_base_layers(base_layers: Sequence[int], num_spec_layers: int, target_config: PreTrainedConfig) -> None:
-    """ValueError unless there is one target layer (1-based) a speculation layer, in range and of full attention."""
+    """ValueError unless each speculation layer has a target layer, counted from 0, in range and of full attention."""
     if len(base_layers) != num_spec_layers:
         raise ValueError(
             f"spec_init_from_base_layers lists {len(base_layers)} layers, but num_spec_layers is {num_spec_layers}: "
             "give one a speculation layer"
         )
     for number in base_layers:
-        _integer("an entry of spec_init_from_base_layers", number, 1, target_config.num_hidden_layers)
-        if is_linear_attention(target_config, number - 1):
+        _integer("an entry of spec_init_from_base_layers", number, 0, target_config.num_hidden_layers - 1)
+        if is_linear_attention(target_config, number):
             raise ValueError(f"target layer {number} is linear attention: start from a full-attention layer")
 
 
@@ -1649,8 +1655,8 @@ def new_head(
 ) -> SpeculationHead:
     """A head to train, in float32 on the target's device.
 
-    Its lm_head starts from the target's rows for the draft vocabulary. `base_layers` lists one target layer (1-based,
-    as anchors are counted) for each speculation layer to start from; whatever the two have in common is copied.
+    Its lm_head starts from the target's rows for the draft vocabulary. `base_layers` lists one target layer (the
+    first is 0) for each speculation layer to start from; whatever the two have in common is copied.
     ValueError as `check_base_layers`.
     """
     if base_layers is not None:
@@ -1662,7 +1668,7 @@ def new_head(
     with torch.no_grad():
         head.lm_head.weight.copy_(rows if config.draft_token_ids is None else rows[list(config.draft_token_ids)])
     for layer, number in zip(head.spec_layers, base_layers or (), strict=False):
-        source, own = target.layers[number - 1].state_dict(), layer.state_dict()
+        source, own = target.layers[number].state_dict(), layer.state_dict()
         common = {name: w for name, w in source.items() if name in own and own[name].shape == w.shape}
         layer.load_state_dict(common, strict=False)
     return head.float().to(target.device)

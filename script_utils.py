@@ -262,9 +262,9 @@ def shown(value: object, most: int = 80) -> str:
     return f"a list of {len(value)}" if isinstance(value, (list, tuple)) else f"{text[: most - 3]}..."
 
 
-def room_for(error: OSError) -> str:
-    """What else helps against this error than another path, for the end of a message."""
-    return ", or make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+def room_for(error: OSError, then: str = ", or make room") -> str:
+    """What else helps against this error than another path, for the end of a message: nothing for most errors."""
+    return then if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
 
 
 # ---------------------------------------------------------------------------------------------------------------------

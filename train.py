@@ -42,7 +42,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedToken
 
 from chat_template import add_template_flags, check_template_flags, use_template
 from conversation_data import OVERFLOW_POLICIES, ConversationData, PadCollator, load_conversations
-from feature_cache import FeatureCache
+from feature_cache import FeatureCache, open_caches
 from optimizers import SCHEDULES, build_optimizers, lr_factor, scale_lr
 from pipeline_inference import load_tokenizer
 from pipeline_model import (
@@ -72,8 +72,10 @@ from script_utils import (
     Switch,
     check_output_folder,
     first_line,
+    lock_folder,
     quiet_libraries,
     read_text,
+    room_for,
     run_record,
     run_script,
     write_json,
@@ -159,14 +161,15 @@ def add_data_flags(parser: Parser) -> None:
     add_template_flags(data)
     data.add_argument("--max_length", type=number(int, 2), default=2048, help="tokens of an example at most")
     data.add_argument(
-        "--max_length_overflow", default="truncate", choices=OVERFLOW_POLICIES, help="what happens to longer ones"
+        "--max_length_overflow", default="discard", choices=OVERFLOW_POLICIES, help="what happens to longer ones"
     )
-    data.add_argument("--min_length", type=COUNT, default=2, help="tokens; shorter examples are left out")
+    data.add_argument("--min_length", type=COUNT, default=10, help="tokens; shorter examples are left out")
     data.add_argument("--mask_assistant", action=Switch, default=True, help="learn assistant text only")
     data.add_argument("--val_fraction", type=number(float, 0, 0.5), default=0.01, help="conversations held out")
     data.add_argument("--val_examples", type=COUNT, default=128, help="held-out examples used at most")
     data.add_argument("--num_proc", type=COUNT, default=1, help="processes that tokenise")
     data.add_argument("--cache_dir", help="folder of the tokenised data; default: in the cache of datasets")
+    data.add_argument("--force_rebuild_cache", action=Switch, default=False, help="tokenise again what is there")
     data.add_argument(
         "--feature_cache", type=Path, help="folder for the target's hidden states: later epochs skip its pass"
     )
@@ -183,21 +186,32 @@ def add_head_flags(parser: Parser) -> None:
     head.add_argument(
         "--num_stages", type=integers, required=True, help="n; several (2,3,6) for one head that fits all"
     )
-    head.add_argument("--num_spec_layers", type=COUNT, default=2, help="layers of the head")
+    head.add_argument("--num_spec_layers", type=COUNT, default=4, help="layers of the head")
     head.add_argument(
         "--version", type=int, default=11, choices=[10, 11], help="of the head; 12 is 11 with --stage_layers"
     )
     head.add_argument("--stage_layers", help='uneven split, layers per stage: "4;6;6;4"')
     head.add_argument(
-        "--aggr_feature_bound", type=str, default="auto", help='layers whose output the head reads: "0,5,15,29"'
+        "--aggr_feature_bound",
+        type=lambda text: "auto" if text.lower() in ("", "none") else text,
+        default="auto",
+        help='layers whose output the head reads: "0,5,15,29"; "" and none are auto',
     )
     head.add_argument(
         "--shallow_hidden_layer_indices", default="auto", help='version 10: what g_n, .., g_1 read: "0,1,3;0,1,2;0,1"'
     )
     head.add_argument(
-        "--draft_vocab_json", type=str, help="list by draft_vocab/build_draft_vocab.py; default: full vocabulary"
+        "--draft_vocab_json",
+        type=lambda text: text or None,
+        help='list by draft_vocab/build_draft_vocab.py; default, and "": full vocabulary',
     )
-    head.add_argument("--spec_init_from_base_layers", type=integers, help="target layers (1 ..) to start from: 14,15")
+    head.add_argument(
+        "--spec_intermediate_size_fallback",
+        type=COUNT,
+        default=HeadConfig.spec_intermediate_size_fallback,
+        help="MLP width of the head's layers where the target's config has none (mixtures of experts)",
+    )
+    head.add_argument("--spec_init_from_base_layers", type=integers, help="target layers (0 ..) to start from: 13,14")
     head.add_argument("--init_head", help="checkpoint whose weights to start from, for more training on other data")
     head.add_argument(
         "--trained_with_use_deepest",
@@ -219,14 +233,14 @@ def add_optimisation_flags(parser: Parser) -> None:
     steps.add_argument("--epochs", type=POSITIVE, default=1.0, help="passes over the data; fractions work")
     steps.add_argument("--max_steps", type=COUNT, help="optimiser steps, instead of --epochs")
     steps.add_argument("--max_minutes", type=POSITIVE, help="stop after this wall-clock time, head written")
-    steps.add_argument("--batch_size", type=COUNT, default=8, help="examples per process and micro-batch")
-    steps.add_argument("--gradient_accumulation_steps", type=COUNT, default=8, help="micro-batches per optimiser step")
+    steps.add_argument("--batch_size", type=COUNT, default=4, help="examples per process and micro-batch")
+    steps.add_argument("--gradient_accumulation_steps", type=COUNT, default=2, help="micro-batches per optimiser step")
     steps.add_argument("--optimizer", default="adamw", choices=["adamw", "muon"], help="muon: for the layers' matrices")
     steps.add_argument("--lr", type=POSITIVE, default=1e-4, help="peak learning rate")
     steps.add_argument("--lr_adamw", type=POSITIVE, help="with muon: of lm_head, norms and vectors; default: lr / 2")
     steps.add_argument("--lr_scheduler", default="linear", choices=SCHEDULES, help="shape after the warm-up")
     steps.add_argument("--warmup_steps", type=NATURAL, default=100, help="of linear warm-up")
-    steps.add_argument("--weight_decay", type=number(float, 0), default=0.01, help="of the matrices")
+    steps.add_argument("--weight_decay", type=number(float, 0), default=0.0, help="of the matrices")
     steps.add_argument("--max_grad_norm", type=POSITIVE, default=1.0, help="gradients are clipped to this norm")
     steps.add_argument("--temperature", type=POSITIVE, default=1.0, help="tau of the distillation loss")
     steps.add_argument(
@@ -246,8 +260,34 @@ def add_run_flags(parser: Parser) -> None:
     run.add_argument("--tracker", default="none", choices=["none", "tensorboard", "wandb"], help="beside log.jsonl")
 
 
+# What an Accelerate configuration can ask for by environment variable, and a head's training does not do: every process
+# has the whole head and the whole target.
+UNSUPPORTED = {
+    "ACCELERATE_USE_FSDP": "FSDP",
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "tensor, context or sequence parallelism",
+}
+
+
+def check_accelerate() -> None:
+    """ValueError for an Accelerate configuration that training would follow by half, or not at all."""
+    for variable, name in UNSUPPORTED.items():
+        if os.environ.get(variable, "false").lower() in ("true", "1", "yes"):
+            raise ValueError(
+                f"the Accelerate configuration asks for {name}, which train.py does not do: use data parallelism "
+                "(--multi_gpu), and --device_map auto for a target that is larger than a GPU"
+            )
+    if os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp8":
+        raise ValueError("the Accelerate configuration asks for fp8, which train.py does not do: use bf16")
+    local, devices = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    if 0 < devices < local:
+        raise ValueError(f"{local} processes were started on {devices} GPUs: use --num_processes {devices}")
+
+
 def check_launch(args: argparse.Namespace) -> None:
     """Fail early on what would otherwise show after minutes, or not at all."""
+    check_accelerate()
     single = "WORLD_SIZE" not in os.environ and "ACCELERATE_MIXED_PRECISION" in os.environ
     if single and os.environ.get("MASTER_ADDR") == "127.0.0.1":  # accelerate's sign of more than one process
         raise ValueError(
@@ -360,6 +400,8 @@ def head_config(args: argparse.Namespace, target: PreTrainedConfig) -> HeadConfi
         "trained_with_use_deepest": args.trained_with_use_deepest,
         "stage_layers": stage_layers,
         "spec_init_from_base_layers": args.spec_init_from_base_layers,
+        "spec_init_first_layer": None if args.spec_init_from_base_layers is None else 0,
+        "spec_intermediate_size_fallback": args.spec_intermediate_size_fallback,
         "trained_num_stages": stages if len(stages) > 1 else None,
     }
     config = HeadConfig.parse(raw)
@@ -483,6 +525,7 @@ class Trainer:
         self.progress = Progress()
         self.gradient_norm = math.nan  # of the last step, before clipping
         self.suspects: list[str] = []  # examples of the last skipped step
+        self.saved_step: int | None = None  # of the newest checkpoint in the output folder, if it is this run's
         self.caches = self.open_caches()
 
     def open_caches(self) -> dict[str, FeatureCache]:
@@ -497,25 +540,34 @@ class Trainer:
                 if rows is not None:
                     lengths, more = example_lengths(rows), self.args.feature_cache_layers
                     caches[part] = FeatureCache(folder / part, self.target, anchors, rows, lengths, more)
-        self.say(f"feature cache: {sum(cache.nbytes for cache in caches.values()) / 1e9:.1f} GB when full, in {folder}")
+            open_caches(list(caches.values()))
+        self.say(f"feature cache: {sum(cache.nbytes for cache in caches.values()) / 1e9:.1f} GB in {folder}")
         return caches
 
     # The loop
 
     def run(self, checkpoint: Path | None = None) -> int:
         """Exit code 0 when done or out of time, 1 for a loss that stays non-finite, 128 + signal when told to stop."""
+        try:
+            with StopSignals() as self.signals:
+                if checkpoint is not None:
+                    self.restore(checkpoint)
+                self.open_log(checkpoint)
+                self.write_record("running")
+                return self.steps()
+        except OSError as error:
+            raise self.disk_error(error) from error
+
+    def steps(self) -> int:
+        """The steps that are left, and the end. Returns the exit code of `run`."""
         args, progress = self.args, self.progress
-        if checkpoint is not None:
-            self.restore(checkpoint)
-        self.open_log(checkpoint)
-        self.write_record("running")
         outcome, shown = "finished", self.accelerator.is_main_process
         pause = 0.1 if sys.stderr.isatty() else 30.0  # seconds between updates: log files want few
         bar = tqdm(total=self.total_steps, initial=progress.step, unit="step", mininterval=pause, disable=not shown)
-        with StopSignals() as signals, bar:
+        with bar:
             while progress.step < self.total_steps:
                 began = time.monotonic()
-                stopped, out_of_time = self.train_step(signals)
+                stopped, out_of_time = self.train_step(self.signals)
                 progress.seconds += time.monotonic() - began
                 bar.update()
                 if progress.skipped_in_row == MAX_SKIPPED_IN_ROW:
@@ -523,16 +575,15 @@ class Trainer:
                 if progress.step % args.log_interval == 0 or progress.step == self.total_steps:
                     self.log(bar)
                 if progress.step % args.eval_interval == 0 and progress.step < self.total_steps:
-                    self.validate()
+                    stopped = self.validate() is None or stopped
                 if progress.step % args.save_interval == 0 or stopped or out_of_time:
                     self.save()
                 if stopped:
-                    return self.stop(signals.received or signal.SIGTERM)
+                    return self.stop()
                 if out_of_time:
                     outcome = "out of time"
                     break
-        self.finish(outcome)
-        return 0
+        return self.finish(outcome)
 
     def train_step(self, signals: StopSignals) -> tuple[bool, bool]:
         """One optimiser step. Returns whether any process was told to stop, and whether time is up."""
@@ -648,10 +699,11 @@ class Trainer:
     # Validation and log
 
     @torch.no_grad()
-    def validate(self) -> list[dict[str, float | None]]:
+    def validate(self) -> list[dict[str, float | None]] | None:
         """Loss and agreement on held-out examples for each n and fill the head is trained for, and logs them.
 
-        The same examples in the same batches every time, whatever the number of processes. Empty without a split.
+        The same examples in the same batches every time, whatever the number of processes. Empty without a split. None
+        when a process was told to stop meanwhile.
         """
         args, accelerator, progress = self.args, self.accelerator, self.progress
         if self.data.val is None:
@@ -662,11 +714,16 @@ class Trainer:
         shapes = [(n, fill) for n in self.splits for fill in range(1 if args.trained_with_use_deepest else n, n + 1)]
         sums = torch.zeros(len(shapes), 4, dtype=torch.float64, device=accelerator.device)
         for batch in batches[accelerator.process_index :: accelerator.num_processes]:
+            if self.signals.received is not None:
+                break
             teacher = self.load("val", batch).teacher
             for index, (n, fill) in enumerate(shapes):
                 with accelerator.autocast():
                     loss = self.loss(teacher, self.splits[n], fill)
                 sums[index] += torch.stack([value.double() for value in loss])
+        stopped = sums.new_tensor(float(self.signals.received is not None))
+        if accelerator.reduce(stopped, "sum").item():
+            return None
         figures = [
             {
                 "num_stages": n,
@@ -748,6 +805,7 @@ class Trainer:
             }
             folder, keep = self.args.output_dir, self.args.keep_checkpoints
             save_checkpoint(folder, self.progress.step, self.head, state, keep)
+        self.saved_step = self.progress.step
         self.accelerator.wait_for_everyone()
 
     def restore(self, checkpoint: Path) -> None:
@@ -759,20 +817,38 @@ class Trainer:
         if self.scaler.is_enabled():
             self.scaler.load_state_dict(state["scaler"])
         vars(self.progress).update(state["progress"])
+        if checkpoint.resolve().parent == self.args.output_dir.resolve():
+            self.saved_step = self.progress.step
         if self.accelerator.process_index < len(state["random_states"]):
             set_random_state(state["random_states"][self.accelerator.process_index])
         self.say(f"continuing {checkpoint} at step {self.progress.step} of {self.total_steps}")
 
     # The end
 
-    def stop(self, signal_number: int) -> int:
+    def stop(self) -> int:
         self.write_record("stopped")
         self.say(f"stopped after step {self.progress.step}: continue with the same arguments and --resume_from auto")
-        return 128 + signal_number
+        return 128 + (self.signals.received or signal.SIGTERM)  # None: another process was told
 
-    def finish(self, outcome: str) -> None:
-        """Last validation, the head, the record and the plot."""
+    def disk_error(self, error: OSError) -> OSError | ValueError:
+        """What to raise for an error: the user's line with the last checkpoint, when it is about this run's files."""
+        folder = self.args.output_dir.resolve()
+        if error.filename is None or not Path(error.filename).resolve().is_relative_to(folder):
+            return error
+        kept = list_checkpoints(folder)
+        last = f"--resume_from auto goes on from {kept[-1]}" if kept else "there is no checkpoint yet"
+        return ValueError(
+            f"--output_dir {str(self.args.output_dir)!r} cannot be written ({error.strerror}, step "
+            f"{self.progress.step}, {Path(error.filename).name}); {last}{room_for(error, then=' when there is room')}"
+        )
+
+    def finish(self, outcome: str) -> int:
+        """Last validation, the head, the record and the plot. What a long validation could lose is saved before."""
+        if self.data.val is not None and self.saved_step != self.progress.step:
+            self.save()
         figures, path = self.validate(), self.args.output_dir / CHECKPOINT_NAME
+        if figures is None:
+            return self.stop()
         if self.accelerator.is_main_process:
             save_head(self.head, path)
             self.write_record(outcome, validation=figures)
@@ -780,6 +856,7 @@ class Trainer:
         full = [f for f in figures if f["fill"] == f["num_stages"] and f["agreement"] is not None]
         agreement = "".join(f", agreement {f['agreement']:.4f} held out at n = {f['num_stages']}" for f in full)
         self.say(f"{outcome} after step {self.progress.step} of {self.total_steps}{agreement}; head: {path}")
+        return 0
 
     def write_record(self, outcome: str, **more: object) -> None:
         """`run.json`, from the main process."""
@@ -826,6 +903,7 @@ def load_data(
                 seed=args.seed,
                 num_proc=args.num_proc,
                 cache_dir=args.cache_dir,
+                rebuild=args.force_rebuild_cache and accelerator.is_local_main_process,
                 enable_thinking=args.enable_thinking,
                 verbose=accelerator.is_main_process,
             )
@@ -857,7 +935,21 @@ def run_training(
     args: argparse.Namespace, config_of_target: PreTrainedConfig, make_loss: Callable[[Target], HeadLoss]
 ) -> int:
     """Data, target, head, and the run; returns its exit code. `make_loss` makes the head and its loss."""
-    checkpoint = find_checkpoint(args.resume_from, args.output_dir)
+    writes = int(os.environ.get("RANK", 0)) == 0
+    with lock_folder("--output_dir", args.output_dir) if writes else nullcontext():
+        checkpoint = find_checkpoint(args.resume_from, args.output_dir)
+        if writes:
+            remove_unfinished(args.output_dir)
+        return train_head(args, config_of_target, make_loss, checkpoint)
+
+
+def train_head(
+    args: argparse.Namespace,
+    config_of_target: PreTrainedConfig,
+    make_loss: Callable[[Target], HeadLoss],
+    checkpoint: Path | None,
+) -> int:
+    """`run_training` in an output folder that is this run's alone."""
     tokenizer = load_tokenizer(args.model_name, args.trust_remote_code)
     use_template(tokenizer, args)
     if len(tokenizer) > config_of_target.vocab_size:
@@ -873,12 +965,9 @@ def run_training(
         # The others wait for the one that encodes the data.
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=2))],
     )
-    if accelerator.is_main_process:
-        args.output_dir.mkdir(parents=True, exist_ok=True)
-        remove_unfinished(args.output_dir)
     data = load_data(args, accelerator, tokenizer)
     target = load_target(args, accelerator, TARGET_DTYPES[precision], config_of_target.num_hidden_layers)
-    collator = PadCollator(0 if tokenizer.pad_token_id is None else tokenizer.pad_token_id)
+    collator = PadCollator(0)  # any id of the target's will do: it is masked. A tokenizer's own may be none of them
     if args.tracker != "none":
         settings = {name: str(value) for name, value in vars(args).items()}
         accelerator.init_trackers("speculation_head", settings, {"wandb": {"dir": str(args.output_dir)}})

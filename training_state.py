@@ -26,7 +26,7 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 
 from pipeline_model import CHECKPOINT_NAME, SpeculationHead, save_head
-from script_utils import atomic_open, first_line
+from script_utils import append_text, atomic_open, first_line, shown
 
 STATE_NAME = "training_state.pt"
 LOG_NAME = "log.jsonl"
@@ -162,18 +162,24 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 
 def save_checkpoint(folder: Path, step: int, head: SpeculationHead, state: Mapping[str, Any], keep: int) -> Path:
-    """Write `checkpoint-{step}` whole or not at all, then drop all but the newest `keep`."""
+    """Write `checkpoint-{step}` whole or not at all, then drop all but the newest `keep` up to this step."""
     final = folder / f"checkpoint-{step}"
     with TemporaryDirectory(dir=folder, prefix=".checkpoint-") as scratch:
         new = Path(scratch, "new")
         save_head(head, new / CHECKPOINT_NAME)
-        torch.save(dict(state), new / STATE_NAME)
-        if final.exists():  # left by an earlier attempt that was resumed from further back
+        with atomic_open(new / STATE_NAME, "wb") as file:
+            torch.save(dict(state), file)
+        if final.exists():  # half of one: without its state it could not be continued
             final.rename(Path(scratch, "old"))
         new.rename(final)
-    for old in list_checkpoints(folder)[:-keep]:
+    line = [path for path in list_checkpoints(folder) if checkpoint_step(path) <= step]
+    for old in line[:-keep]:
         shutil.rmtree(old)
     return final
+
+
+def checkpoint_step(checkpoint: Path) -> int:
+    return int(checkpoint.name.rpartition("-")[2])
 
 
 def is_complete(checkpoint: Path) -> bool:
@@ -183,7 +189,7 @@ def is_complete(checkpoint: Path) -> bool:
 def list_checkpoints(folder: Path) -> list[Path]:
     """The complete checkpoints of a run, oldest first."""
     found = [path for path in folder.glob("checkpoint-*") if path.name.rpartition("-")[2].isdigit()]
-    return sorted(filter(is_complete, found), key=lambda path: int(path.name.rpartition("-")[2]))
+    return sorted(filter(is_complete, found), key=checkpoint_step)
 
 
 def remove_unfinished(folder: Path) -> None:
@@ -196,24 +202,34 @@ def find_checkpoint(resume_from: str | None, output_dir: Path) -> Path | None:
     """The checkpoint to continue from, or None to start anew.
 
     `auto` takes the newest complete one in `output_dir`, if any. ValueError for a path that is not a checkpoint, and
-    for a new run that would mix its checkpoints with an older one's.
+    for a run that would mix its files with another's: a new one in the folder of an older, one that goes back to an
+    earlier checkpoint than the folder's newest, one that comes from another folder.
     """
-    present = list_checkpoints(output_dir)
-    if resume_from is None:
-        if present:
+    present, folder = list_checkpoints(output_dir), f"--output_dir {str(output_dir)!r}"
+    if resume_from not in (None, "auto"):
+        chosen = Path(resume_from)
+        if not is_complete(chosen):
             raise ValueError(
-                f"--output_dir {str(output_dir)!r} holds {present[-1].name} of an earlier run: continue it with "
-                "--resume_from auto, or choose another folder"
+                f"--resume_from {resume_from!r} is not a complete checkpoint: give a folder checkpoint-STEP that holds "
+                f"{CHECKPOINT_NAME} and {STATE_NAME}, or auto"
             )
-        return None
-    if resume_from == "auto":
-        return present[-1] if present else None
-    if not is_complete(Path(resume_from)):
+        if present and not present[-1].samefile(chosen):
+            raise ValueError(
+                f"{folder} goes on to {present[-1].name}, --resume_from is {resume_from!r}: go on with --resume_from "
+                "auto, or name another --output_dir for a run that branches off there"
+            )
+        if present or not (output_dir / CHECKPOINT_NAME).exists():
+            return chosen
+    elif resume_from == "auto" and present:
+        return present[-1]
+    elif present:
         raise ValueError(
-            f"--resume_from {resume_from!r} is not a complete checkpoint: give a folder checkpoint-STEP that holds "
-            f"{CHECKPOINT_NAME} and {STATE_NAME}, or auto"
+            f"{folder} holds {present[-1].name} of an earlier run: continue it with --resume_from auto, or choose "
+            "another folder"
         )
-    return Path(resume_from)
+    if (output_dir / CHECKPOINT_NAME).exists():
+        raise ValueError(f"{folder} holds a finished head, {CHECKPOINT_NAME}: choose another folder")
+    return None
 
 
 def read_state(checkpoint: Path, identity: Mapping[str, Any]) -> dict[str, Any]:
@@ -225,11 +241,17 @@ def read_state(checkpoint: Path, identity: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"{str(checkpoint / STATE_NAME)!r} cannot be read ({reason}): resume from another") from None
     for name, ours in identity.items():
         theirs = state["identity"].get(name)
-        if theirs != ours:
-            raise ValueError(
-                f"{str(checkpoint)!r} belongs to a run with {name} {theirs}, this one has {ours}: "
-                "resume with the same settings and data"
-            )
+        if theirs == ours:
+            continue
+        if isinstance(ours, Mapping) and isinstance(theirs, Mapping):  # the head's configuration
+            entry = next(key for key in [*ours, *theirs] if ours.get(key) != theirs.get(key))
+            name, ours, theirs = f"{name}: {entry}", ours.get(entry), theirs.get(entry)
+        differing = f"{shown(theirs)}, this one has {shown(ours)}"
+        if shown(theirs) == shown(ours):  # long lists of the same length
+            differing = f"{shown(theirs)}, this one has another"
+        raise ValueError(
+            f"{str(checkpoint)!r} belongs to a run with {name} {differing}: resume with the same settings and data"
+        )
     return state
 
 
@@ -256,8 +278,7 @@ def write_log(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
 
 
 def append_log(path: Path, line: Mapping[str, Any]) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line, allow_nan=False) + "\n")
+    append_text(path, json.dumps(line, allow_nan=False) + "\n")
 
 
 def plot_log(path: Path) -> Path:
@@ -294,8 +315,15 @@ def plot_log(path: Path) -> Path:
 # Stopping
 
 
+def started_by_nohup() -> bool:
+    return signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # SIGHUP: the terminal is closed
+
+
 class StopSignals:
-    """SIGTERM and Ctrl-C are noted, for the run to stop after its step; a second Ctrl-C stops at once.
+    """SIGTERM, SIGHUP and Ctrl-C are noted, for the run to stop after its step; a second Ctrl-C stops at once.
 
     A launcher may pass Ctrl-C on as SIGTERM on top of the terminal's own: that one must not stop the saving.
     """
@@ -304,7 +332,8 @@ class StopSignals:
         self.received: int | None = None  # the first signal
 
     def __enter__(self) -> StopSignals:
-        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        wanted = [number for number in STOPPING if number != signal.SIGHUP or not started_by_nohup()]
+        self._before = {number: signal.signal(number, self._note) for number in wanted}
         return self
 
     def __exit__(self, *_: object) -> None:

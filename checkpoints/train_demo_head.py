@@ -169,7 +169,7 @@ def training(args: argparse.Namespace, number: int, run: Run, start: Path | None
     """The folder of a run, which goes on where it stopped; `start` is the folder of the one before."""
     output = args.work_dir / f"run_{number}"
     if not (output / CHECKPOINT_NAME).exists():
-        origin = {"spec_init_from_base_layers": "13,28"} if start is None else {"init_head": start}
+        origin = {"spec_init_from_base_layers": "12,27"} if start is None else {"init_head": start}
         call(
             train,
             model_name=args.base_model_path,
@@ -177,15 +177,19 @@ def training(args: argparse.Namespace, number: int, run: Run, start: Path | None
             output_dir=output,
             draft_vocab_json=HERE.parent / "draft_vocab" / "sharegpt_smollm2_top_16k.json",
             num_stages=STAGES,
+            num_spec_layers=2,
             aggr_feature_bound=ANCHORS,
             fill_alpha=0.5,
             max_length=264,
+            max_length_overflow="truncate",
+            min_length=2,
             batch_size=run.examples,
             gradient_accumulation_steps=1,
             optimizer="muon",
             lr=run.lr,
             lr_adamw=run.lr_adamw,
             lr_scheduler=run.schedule,
+            weight_decay=0.01,
             warmup_steps=5,
             max_steps=run.steps,
             val_fraction=0.03,

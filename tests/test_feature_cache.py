@@ -1,5 +1,6 @@
 """The target's hidden states on disk: the same states, for the right data, target and anchors only."""
 
+import os
 import shutil
 from types import SimpleNamespace
 
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from feature_cache import FeatureCache
+from feature_cache import FeatureCache, open_caches
 from pipeline_model import teacher_features
 from tests.tiny import random_prompt, tiny_target
 
@@ -34,11 +35,17 @@ def padded(rows, chosen):
     return ids, mask
 
 
+def opened(*settings):
+    cache = FeatureCache(*settings)
+    open_caches([cache])
+    return cache
+
+
 @pytest.mark.parametrize("anchors", [(0, 1, 3), (0, 2, 4), (1, 3)])
 def test_states_are_the_targets(target, rows, tmp_path, anchors):
     """Guards offsets, the order of anchors, h_0 that is looked up, and h_L that may be an anchor too; examples that
     were there already and new ones in one batch."""
-    cache = FeatureCache(tmp_path / "train", target, anchors, rows, LENGTHS)
+    cache = opened(tmp_path / "train", target, anchors, rows, LENGTHS)
     for chosen in ([2, 0], [1, 0], [3, 2, 1, 0]):
         ids, mask = padded(rows, chosen)
         features, hidden, best = cache.load(np.array(chosen), ids, mask)
@@ -54,15 +61,15 @@ def test_states_are_the_targets(target, rows, tmp_path, anchors):
 def test_each_example_is_computed_once(target, rows, tmp_path, monkeypatch):
     """Guards against a cache that is never read: the second meeting, also by another process, runs no layer."""
     ids, mask = padded(rows, [0, 3])
-    first = FeatureCache(tmp_path, target, (0, 2), rows, LENGTHS).load(np.array([0, 3]), ids, mask)
+    first = opened(tmp_path, target, (0, 2), rows, LENGTHS).load(np.array([0, 3]), ids, mask)
     monkeypatch.setattr(type(target), "forward", lambda *_: pytest.fail("the target ran"))
-    again = FeatureCache(tmp_path, target, (0, 2), rows, LENGTHS).load(np.array([0, 3]), ids, mask)
+    again = opened(tmp_path, target, (0, 2), rows, LENGTHS).load(np.array([0, 3]), ids, mask)
     torch.testing.assert_close(again, first, rtol=0, atol=0)
 
 
 def test_foreign_cache_is_refused(target, rows, tmp_path):
     """Guards against states of another target, other data or other anchors."""
-    FeatureCache(tmp_path / "train", target, (0, 2), rows, LENGTHS)
+    opened(tmp_path / "train", target, (0, 2), rows, LENGTHS)
     changed = datasets.Dataset.from_dict({"input_ids": rows["input_ids"][::-1]})
     for other, anchors, data, lengths, part in (
         (tiny_target("llama", seed=1), (0, 2), rows, LENGTHS, "target"),
@@ -78,11 +85,11 @@ def test_heads_that_read_other_layers_share_a_cache(target, rows, tmp_path, monk
     anchors, without a pass; a layer that nobody asked for is refused as before."""
     ids, mask = padded(rows, [1, 3])
     chosen = np.array([1, 3])
-    own = FeatureCache(tmp_path / "own", target, (0, 1, 3), rows, LENGTHS).load(chosen, ids, mask)
-    FeatureCache(tmp_path / "shared", target, (0, 2), rows, LENGTHS, (1, 3)).load(chosen, ids, mask)
+    own = opened(tmp_path / "own", target, (0, 1, 3), rows, LENGTHS).load(chosen, ids, mask)
+    opened(tmp_path / "shared", target, (0, 2), rows, LENGTHS, (1, 3)).load(chosen, ids, mask)
     with monkeypatch.context() as patch:
         patch.setattr(type(target), "forward", lambda *_: pytest.fail("the target ran"))
-        shared = FeatureCache(tmp_path / "shared", target, (0, 1, 3), rows, LENGTHS).load(chosen, ids, mask)
+        shared = opened(tmp_path / "shared", target, (0, 1, 3), rows, LENGTHS).load(chosen, ids, mask)
     torch.testing.assert_close(shared, own, rtol=0, atol=0)
     with pytest.raises(ValueError, match="made with other hidden states"):
         FeatureCache(tmp_path / "own", target, (0, 2), rows, LENGTHS)
@@ -91,8 +98,36 @@ def test_heads_that_read_other_layers_share_a_cache(target, rows, tmp_path, monk
     assert not (tmp_path / "new").exists()
 
 
-def test_full_disk_is_one_line(target, rows, tmp_path, monkeypatch):
-    """Guards against a run that dies in the middle because the disk is full."""
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
+def test_no_room_for_all_parts_is_refused_at_the_start(target, rows, tmp_path, monkeypatch):
+    """Guards a disk that has room for the training part alone and for the validation part alone, not for both: the run
+    was killed by SIGBUS, without a word. Room that is taken already is not asked for twice."""
+    parts = [FeatureCache(tmp_path / part, target, (0, 2), rows, LENGTHS) for part in ("train", "val")]
+    room = SimpleNamespace(free=parts[0].nbytes + 10)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: room)
     with pytest.raises(ValueError, match="GB free"):
-        FeatureCache(tmp_path / "train", target, (0, 2), rows, LENGTHS)
+        open_caches(parts)
+    assert list(tmp_path.iterdir()) == []
+    open_caches(parts[:1])
+    open_caches(parts)
+    room.free = 0
+    open_caches(parts)
+
+
+def test_disk_that_fills_up_is_one_line(target, rows, tmp_path, monkeypatch):
+    """Guards a disk that others fill, or a quota: space that cannot be had is one line, and new files go again."""
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(ValueError, match="No space left on device"):
+        opened(tmp_path / "train", target, (0, 2), rows, LENGTHS)
+    assert list((tmp_path / "train").iterdir()) == []
+
+
+def test_files_have_their_whole_space(target, rows, tmp_path):
+    """Guards against sparse files, whose holes a write to the map fills, or dies."""
+    cache = opened(tmp_path / "train", target, (0, 2), rows, LENGTHS)
+    for path in (tmp_path / "train").glob("*.bin"):
+        assert path.stat().st_blocks * 512 >= path.stat().st_size > 0
+    assert cache.missing_bytes == 0

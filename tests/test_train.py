@@ -82,6 +82,7 @@ def arguments(work, output, *more):
     base = ["--model_name", work / "target", "--data_path", work / "data.jsonl", "--cache_dir", work / "cache"]
     base += ["--output_dir", output, "--num_stages", 4, "--batch_size", 2, "--gradient_accumulation_steps", 2]
     base += ["--log_interval", 1, "--warmup_steps", 2, "--lr", 1e-3, "--val_fraction", 0.1, "--max_length", 64]
+    base += ["--num_spec_layers", 2, "--min_length", 2, "--max_length_overflow", "truncate", "--weight_decay", 0.01]
     return [str(item) for item in [*base, *more]]
 
 
@@ -173,7 +174,7 @@ def test_resume_is_exact(work, tmp_path, optimizer):
     settings += ["--gradient_accumulation_steps", 3]  # 54 examples, 6 a step: 18 steps
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     assert run(work, whole, *settings, "--save_interval", 11, "--keep_checkpoints", 5) == 0
-    assert [path.name for path in list_checkpoints(whole)] == ["checkpoint-11"]
+    assert [path.name for path in list_checkpoints(whole)] == ["checkpoint-11", "checkpoint-18"]
     assert training_lines(whole)[-1]["step"] == 18
     states = random_state()
     set_seed(7)  # a new process would not have the same random states either

@@ -17,12 +17,14 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from chat_format import ChatFormat
 from chat_template import add_template_flags, check_template_flags, use_template
@@ -32,13 +34,18 @@ from pipeline_inference import Sampling, load_tokenizer
 from pipeline_model import ATTN_IMPLEMENTATIONS, Target
 from script_utils import (
     Parser,
+    Switch,
     add_dtype_argument,
+    append_text,
     check_output_file,
+    lock_file,
+    naming,
     quiet_libraries,
     resolve_device,
     resolve_dtype,
     run_record,
     run_script,
+    shown,
     write_json,
 )
 
@@ -46,6 +53,8 @@ SORTED_BATCHES = 16  # batches whose prompts are sorted by length together: litt
 # What the lines of the output depend on.
 SETTINGS = ("model_name", "data_path", "temperature", "top_k", "top_p", "max_new_tokens", "max_prompt_tokens")
 SETTINGS += ("max_prompts", "batch_size", "seed", "dtype", "enable_thinking", "chat_template", "no_chat_template")
+SETTINGS += ("leave_out_cut_answers",)
+PAD = 0  # any id of the target's will do, as it is masked: a tokenizer's own may be missing, or no id of the target's
 
 
 def build_parser() -> Parser:
@@ -65,6 +74,12 @@ def build_parser() -> Parser:
 
     sampling = parser.add_argument_group("generation")
     sampling.add_argument("--max_new_tokens", type=int, default=512, help="tokens of an answer at most")
+    sampling.add_argument(
+        "--leave_out_cut_answers",
+        action=Switch,
+        default=False,
+        help="no line for answers that --max_new_tokens cuts off; else their finish is length",
+    )
     sampling.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
     sampling.add_argument("--top_k", type=int, default=0, help="0: all tokens")
     sampling.add_argument("--top_p", type=float, default=1.0)
@@ -87,8 +102,22 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(f"--output {str(args.output)!r} is no regular file: what is there could not be gone on with")
 
 
-def read_prompts(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, list, list[int]]]:
-    """(record id, messages, ids of the rendered prompt) of every usable record; what was left out is printed."""
+class Prompt(NamedTuple):
+    """A first prompt of a conversation."""
+
+    record: str  # which one
+    messages: list[dict]
+    ids: list[int]  # of the rendered messages
+
+    def has_answer(self, line: object) -> bool:
+        """Whether a line of the output, parsed, answers this prompt."""
+        if not isinstance(line, dict) or not isinstance(line.get("messages"), list):
+            return False
+        return (line.get("id"), line["messages"][:-1]) == (self.record, self.messages)
+
+
+def read_prompts(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+    """The prompt of every usable record; what was left out is printed."""
     try:
         sources = find_sources(args.data_path)
     except OSError as error:
@@ -109,7 +138,7 @@ def read_prompts(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -
             if len(ids) > args.max_prompt_tokens:
                 counters.skipped["prompt too long"] += 1
                 continue
-            prompts.append((Path(record).name, messages, ids))
+            prompts.append(Prompt(Path(record).name, messages, ids))
     left_out = ", ".join(f"{count} {reason}" for reason, count in counters.skipped.most_common())
     for line in folder_lines(args.data_path):
         print(line)
@@ -131,11 +160,9 @@ def plan_batches(lengths: list[int], args: argparse.Namespace) -> list[list[int]
     return batches
 
 
-def batches_done(args: argparse.Namespace, batches: list[list[int]]) -> int:
-    """Batches that the output already holds; an unfinished one at its end is cut off. ValueError for other settings."""
+def check_record(args: argparse.Namespace) -> None:
+    """ValueError when the output was begun with other arguments, or nobody knows with which."""
     record_path = args.output.with_suffix(".run.json")
-    if not args.output.exists():
-        return 0
     try:
         earlier = json.loads(record_path.read_text(encoding="utf-8"))["arguments"]
     except (OSError, ValueError, KeyError):
@@ -145,18 +172,48 @@ def batches_done(args: argparse.Namespace, batches: list[list[int]]) -> int:
     for name in SETTINGS:
         if earlier.get(name) != getattr(args, name):
             raise ValueError(
-                f"--output {str(args.output)!r} was begun with --{name} {earlier.get(name)}, now it is "
-                f"{getattr(args, name)}: use the same arguments, or name a new file"
+                f"--output {str(args.output)!r} was begun with --{name} {shown(earlier.get(name))}, now it is "
+                f"{shown(getattr(args, name))}: use the same arguments, or name a new file"
             )
-    done, kept = 0, 0
-    with args.output.open("rb+") as file:
-        lines = file.readlines()
-        whole = len(lines) if not lines or lines[-1].endswith(b"\n") else len(lines) - 1
-        while done < len(batches) and kept + len(batches[done]) <= whole:
-            kept += len(batches[done])
-            done += 1
-        file.truncate(sum(map(len, lines[:kept])))
-    return done
+
+
+def batches_done(args: argparse.Namespace, prompts: list[Prompt], batches: list[list[int]]) -> tuple[int, int]:
+    """Whole batches that the output already holds, and their bytes; what follows are answers of an unfinished one.
+
+    ValueError for other settings, and for lines that are not the answers which these arguments put there: they would
+    be lost.
+    """
+    if not args.output.exists():
+        return 0, 0
+    check_record(args)
+    order = [prompts[index] for batch in batches for index in batch]
+    place, size = 0, 0  # in `order`; in the file
+    ends = [(0, 0)]  # both after each line
+    for count, line in enumerate(args.output.read_bytes().splitlines(keepends=True), start=1):
+        found = parse(line)
+        if found is None and not line.endswith(b"\n"):
+            break  # half a line, which a killed run left
+        while place < len(order) and not order[place].has_answer(found) and args.leave_out_cut_answers:
+            place += 1
+        if place == len(order) or not order[place].has_answer(found):
+            raise ValueError(
+                f"--output {str(args.output)!r}, line {count} of it is not one of the {len(order)} answers that these "
+                "arguments write: lines were added or changed, or --data_path has other prompts now; name a new file"
+            )
+        place, size = place + 1, size + len(line)
+        if line.endswith(b"\n"):
+            ends.append((place, size))
+    bounds = [0, *accumulate(map(len, batches))]
+    done = max(number for number, bound in enumerate(bounds) if bound <= ends[-1][0])
+    return done, max(size for place, size in ends if place <= bounds[done])
+
+
+def parse(line: bytes) -> object:
+    """The value of a line of JSON; None for anything else."""
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
 
 
 def continuation(tokenizer: PreTrainedTokenizerBase, prompt: list[int], new: list[int]) -> str:
@@ -172,69 +229,88 @@ class Writer:
     """Answers batches of prompts with a frozen target."""
 
     def __init__(self, args: argparse.Namespace, target: Target, tokenizer: PreTrainedTokenizerBase):
-        self.args, self.target, self.tokenizer = args, target, tokenizer
-        self.pad = target.eos_token_ids[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-        self.sampling = {"do_sample": args.temperature > 0}
-        if args.temperature > 0:  # transformers' default of top_k is 50, ours is neutral
-            self.sampling |= {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
+        self.target, self.tokenizer, self.end = target, tokenizer, target.eos_token_ids
+        sampling = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
+        self.settings = GenerationConfig(
+            max_new_tokens=args.max_new_tokens,
+            do_sample=args.temperature > 0,
+            eos_token_id=list(self.end) or None,
+            pad_token_id=PAD,
+            **(sampling if args.temperature > 0 else {}),
+        )
+        target.model.generation_config = GenerationConfig()  # the checkpoint's would fill gaps: penalties, beams
 
     @torch.inference_mode()
     def answers(self, prompts: list[list[int]], seed: int) -> Iterator[tuple[str, str]]:
         """(text, finish) of each prompt; the batch's draws follow from `seed`."""
         longest = max(map(len, prompts))
-        ids = torch.tensor([[self.pad] * (longest - len(prompt)) + prompt for prompt in prompts])
+        ids = torch.tensor([[PAD] * (longest - len(prompt)) + prompt for prompt in prompts])
         mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         torch.manual_seed(seed)
         device = self.target.device
         written = self.target.model.generate(
             input_ids=ids.to(device),
             attention_mask=mask.to(device),
-            max_new_tokens=self.args.max_new_tokens,
-            pad_token_id=self.pad,
-            eos_token_id=list(self.target.eos_token_ids),
-            **self.sampling,
+            generation_config=self.settings,
         )[:, longest:].tolist()
         for prompt, row in zip(prompts, written, strict=True):
-            end = next((i for i, token in enumerate(row) if token in self.target.eos_token_ids), None)
+            end = next((i for i, token in enumerate(row) if token in self.end), None)
             yield continuation(self.tokenizer, prompt, row[:end]), "length" if end is None else "eos"
 
 
 def main(args: argparse.Namespace) -> None:
     quiet_libraries()
     check(args)
-    device, tokenizer = resolve_device(args.device), load_tokenizer(args.model_name)
-    use_template(tokenizer, args)
-    prompts = read_prompts(args, tokenizer)
-    batches = plan_batches([len(ids) for _, _, ids in prompts], args)
-    done = batches_done(args, batches)
-    target = Target.load(
-        args.model_name,
-        dtype=resolve_dtype(args.dtype, device),
-        device=device,
-        attn_implementation=args.attn_implementation,
-    )
-    writer = Writer(args, target, tokenizer)
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    if done == 0:
-        write_json(args.output.with_suffix(".run.json"), run_record(args))
-    elif done < len(batches):
-        print(f"going on with batch {done + 1} of {len(batches)}", file=sys.stderr)
+    with lock_file("--output", args.output):
+        device, tokenizer = resolve_device(args.device), load_tokenizer(args.model_name)
+        use_template(tokenizer, args)
+        prompts = read_prompts(args, tokenizer)
+        batches = plan_batches([len(prompt.ids) for prompt in prompts], args)
+        done, size = batches_done(args, prompts, batches)
+        if done < len(batches):
+            target = Target.load(
+                args.model_name,
+                dtype=resolve_dtype(args.dtype, device),
+                device=device,
+                attn_implementation=args.attn_implementation,
+            )
+            if done == 0:
+                write_json(args.output.with_suffix(".run.json"), run_record(args))
+            else:
+                print(f"going on with batch {done + 1} of {len(batches)}", file=sys.stderr)
+            write_answers(args, Writer(args, target, tokenizer), prompts, batches, done, size)
+        print(f"{sum(1 for _ in args.output.open('rb'))} answers in {args.output}")
+
+
+def write_answers(
+    args: argparse.Namespace, writer: Writer, prompts: list[Prompt], batches: list[list[int]], done: int, size: int
+) -> None:
+    """Append the answers of all batches but the first `done`, which take `size` bytes. ValueError for a full disk."""
     pause = 0.1 if sys.stderr.isatty() else 30.0
-    with args.output.open("a", encoding="utf-8") as file:
-        for number in tqdm(
-            range(done, len(batches)), initial=done, total=len(batches), unit="batch", mininterval=pause
-        ):
+    numbers = tqdm(range(done, len(batches)), initial=done, total=len(batches), unit="batch", mininterval=pause)
+    number = done
+    try:
+        with naming(args.output), args.output.open("ab") as file:
+            file.truncate(size)
+        for number in numbers:
             chosen = [prompts[index] for index in batches[number]]
             lines = []
-            answers = writer.answers([ids for _, _, ids in chosen], seed=args.seed * 1_000_003 + number)
-            for (record, messages, _), (text, finish) in zip(chosen, answers, strict=True):
-                turns = [*messages, {"role": "assistant", "content": text}]
-                line = {"id": record, "temperature": args.temperature, "finish": finish, "messages": turns}
+            answers = writer.answers([prompt.ids for prompt in chosen], seed=args.seed * 1_000_003 + number)
+            for prompt, (text, finish) in zip(chosen, answers, strict=True):
+                if finish == "length" and args.leave_out_cut_answers:
+                    continue
+                turns = [*prompt.messages, {"role": "assistant", "content": text}]
+                line = {"id": prompt.record, "temperature": args.temperature, "finish": finish, "messages": turns}
                 line["enable_thinking"] = args.enable_thinking
                 lines.append(json.dumps(line, ensure_ascii=False) + "\n")
-            file.write("".join(lines))
-            file.flush()
-    print(f"{sum(map(len, batches))} answers in {args.output}")
+            append_text(args.output, "".join(lines))
+    except OSError as error:
+        if error.filename != str(args.output):
+            raise
+        raise ValueError(
+            f"--output {str(args.output)!r} cannot be written ({error.strerror}): the answers of {number} of "
+            f"{len(batches)} batches are in it, the same command goes on from there"
+        ) from None
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
 """Text in the target's own words: greedy answers are the target's, a killed run goes on to the same file."""
 
 import json
+import shutil
 import sys
 
 import pytest
 
 import generate_training_data as gen
 from conversation_data import load_conversations
+from script_utils import lock_file
 from tests.test_train import make_tokenizer, write_language
 from tests.tiny import hf_greedy, tiny_model
 
@@ -115,3 +117,104 @@ def test_other_settings_are_refused(work, tmp_path):
     (tmp_path / "own.run.json").unlink()
     with pytest.raises(ValueError, match=r"own\.run\.json does not"):
         run(work, tmp_path / "own.jsonl")
+
+
+def changed_target(work, folder, generation):
+    """The target again, with other entries in generation_config.json."""
+    shutil.copytree(work / "target", folder)
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | generation))
+    return folder
+
+
+def test_answers_are_what_decoding_writes(work, tmp_path):
+    """Guards text for targets whose generation_config.json has penalties, beams or sampling, as Qwen2.5's has: it was
+    not what the same target writes when it decodes, and what the head has to foresee."""
+    own = {"repetition_penalty": 1.8, "no_repeat_ngram_size": 2, "num_beams": 3, "temperature": 0.3, "top_k": 5}
+    target = changed_target(work, tmp_path / "target", generation=own | {"do_sample": True, "min_new_tokens": 9})
+    expected = run(work, tmp_path / "plain.jsonl", "--max_prompts", 9)
+    assert run(work, tmp_path / "own.jsonl", "--max_prompts", 9, "--model_name", target) == expected
+
+
+def test_a_target_without_end_or_pad_token(work, tmp_path):
+    """Guards base models: without an end token the answers have max_new_tokens, and what pads does not matter (it was
+    a traceback)."""
+    target = changed_target(work, tmp_path / "target", generation={"eos_token_id": None})
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | {"eos_token_id": None, "pad_token_id": None}))
+    lines = run(work, tmp_path / "own.jsonl", "--max_prompts", 9, "--model_name", target)
+    assert {line["finish"] for line in lines} == {"length"}
+    tokenizer, model = make_tokenizer(), tiny_model("llama")
+    for line in lines[::4]:
+        prompt = tokenizer(f"user {line['messages'][0]['content']} assistant ")["input_ids"]
+        ids = hf_greedy(model, prompt, 12)
+        assert line["messages"][1]["content"].split() == tokenizer.decode(ids).split()
+
+
+def test_cut_answers_are_left_out_on_demand(work, tmp_path):
+    """Guards --leave_out_cut_answers: the other lines stay as they are, and a killed run goes on to the same file."""
+    marked = run(work, tmp_path / "all.jsonl", "--temperature", 1)
+    output = tmp_path / "own.jsonl"
+    lines = run(work, output, "--temperature", 1, "--leave_out_cut_answers")
+    assert lines == [line for line in marked if line["finish"] == "eos"]
+    assert 0 < len(lines) < len(marked)
+    whole = output.read_bytes()
+    output.write_bytes(b"".join(whole.splitlines(keepends=True)[: len(lines) // 2]))
+    run(work, output, "--temperature", 1, "--leave_out_cut_answers", True)
+    assert output.read_bytes() == whole
+
+
+@pytest.mark.parametrize("kept", [60, 16])
+@pytest.mark.parametrize("added", ['{"messages": []}\n', '{"id": "mine"}', "mine\n"])
+def test_lines_of_others_stay(work, tmp_path, kept, added):
+    """Guards lines that somebody added to the file, finished or not: a second start cut them off, exit code 0."""
+    output = tmp_path / "own.jsonl"
+    run(work, output)
+    lines = output.read_text().splitlines(keepends=True)
+    output.write_text("".join(lines[:kept]) + added)
+    with pytest.raises(ValueError, match=f"line {kept + 1} of it is not one of the 60 answers"):
+        run(work, output)
+    assert output.read_text() == "".join(lines[:kept]) + added
+
+
+@pytest.mark.parametrize("prompts", [4, 61])
+def test_a_source_that_has_changed_is_refused(work, tmp_path, prompts):
+    """Guards answers whose prompts were downloaded anew or cut: 60 answers became 4, exit code 0."""
+    data, output = tmp_path / "data.jsonl", tmp_path / "own.jsonl"
+    data.write_text((work / "data.jsonl").read_text())
+    run(work, output, "--data_path", data)
+    before, lines = output.read_text(), data.read_text().splitlines(keepends=True)
+    more = [json.dumps({"messages": [{"role": "user", "content": "s2 9"}]}) + "\n"]
+    data.write_text("".join(lines[:prompts] if prompts < 60 else lines[:60] + more))
+    with pytest.raises(ValueError, match="has other prompts now"):
+        run(work, output, "--data_path", data)
+    assert output.read_text() == before
+
+
+def test_a_second_process_is_refused(work, tmp_path):
+    """Guards one file that two commands write: 64 lines for 32 prompts."""
+    output = tmp_path / "own.jsonl"
+    with lock_file("--output", output), pytest.raises(ValueError, match=r"--output .* is in use"):
+        run(work, output)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_one_line(work, tmp_path, monkeypatch):
+    """Guards hours of answers: a full disk is a line that says how to go on, what is there stays whole."""
+    genuine, calls = gen.append_text, []
+
+    def full(path, text):
+        calls.append(None)
+        if len(calls) == 3:
+            raise OSError(28, "No space left on device", str(path))
+        genuine(path, text)
+
+    output = tmp_path / "own.jsonl"
+    with monkeypatch.context() as patch:
+        patch.setattr(gen, "append_text", full)
+        with pytest.raises(ValueError, match=r"No space left on device.: the answers of 2 of 9 batches are in it"):
+            run(work, output)
+    part = output.read_text()
+    assert len(part.splitlines()) == 14
+    run(work, output)
+    assert output.read_text().startswith(part)

@@ -836,10 +836,12 @@ class Trainer:
         if error.filename is None or not Path(error.filename).resolve().is_relative_to(folder):
             return error
         kept = list_checkpoints(folder)
-        last = f"--resume_from auto goes on from {kept[-1]}" if kept else "there is no checkpoint yet"
+        last = "there is no checkpoint yet"
+        if kept:
+            last = f"--resume_from auto goes on from {kept[-1]}{room_for(error, then=' when there is room')}"
         return ValueError(
             f"--output_dir {str(self.args.output_dir)!r} cannot be written ({error.strerror}, step "
-            f"{self.progress.step}, {Path(error.filename).name}); {last}{room_for(error, then=' when there is room')}"
+            f"{self.progress.step}, {Path(error.filename).name}); {last}"
         )
 
     def finish(self, outcome: str) -> int:

@@ -181,6 +181,14 @@ def add_data_flags(parser: Parser) -> None:
     )
 
 
+def add_draft_vocab_flag(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--draft_vocab_json",
+        type=lambda text: text or None,
+        help='list by draft_vocab/build_draft_vocab.py; default, and "": full vocabulary',
+    )
+
+
 def add_head_flags(parser: Parser) -> None:
     head = parser.add_argument_group("head")
     head.add_argument(
@@ -200,11 +208,7 @@ def add_head_flags(parser: Parser) -> None:
     head.add_argument(
         "--shallow_hidden_layer_indices", default="auto", help='version 10: what g_n, .., g_1 read: "0,1,3;0,1,2;0,1"'
     )
-    head.add_argument(
-        "--draft_vocab_json",
-        type=lambda text: text or None,
-        help='list by draft_vocab/build_draft_vocab.py; default, and "": full vocabulary',
-    )
+    add_draft_vocab_flag(head)
     head.add_argument(
         "--spec_intermediate_size_fallback",
         type=COUNT,

@@ -46,9 +46,7 @@ def build_parser() -> Parser:
     train.add_data_flags(parser)
     drafter = parser.add_argument_group("drafter")
     drafter.add_argument("--method", required=True, choices=list(DEFAULTS), help="which baseline")
-    drafter.add_argument(
-        "--draft_vocab_json", help="list by draft_vocab/build_draft_vocab.py; default: full vocabulary"
-    )
+    train.add_draft_vocab_flag(drafter)
     drafter.add_argument("--unroll_steps", type=train.COUNT, help="eagle3: steps of the training-time test; 7")
     drafter.add_argument(
         "--step_decay", type=train.POSITIVE, help="eagle3: step i weighs so much to the power of i; 0.8"

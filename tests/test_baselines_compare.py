@@ -89,7 +89,7 @@ def test_one_pass_of_the_target_serves_all_drafters(files, tmp_path, monkeypatch
 def test_nothing_to_report_is_one_line(files, tmp_path):
     """Guards against an empty report, and hours of work before a missing file is noticed."""
     with pytest.raises(ValueError, match="has no summaries: run without --report_only"):
-        run(files, tmp_path / "new", "--report_only")
+        run(files, tmp_path, "--report_only")
     with pytest.raises(ValueError, match=r"notes.md' is no file"):
         run(files, tmp_path / "new", "--notes", tmp_path / "notes.md")
     assert not (tmp_path / "new").exists()

@@ -343,9 +343,9 @@ def test_position_limit():
     target, model = models("llama")
     prompt = random_prompt(20)
     decoder = spd_decoder(target, tiny_head(target, (2, 2)), max_positions=30)
-    with pytest.raises(ValueError, match=r"prompt \(20 tokens\) and max_new_tokens \(11\).*limit of 30"):
-        decoder.start(prompt, 11)
-    assert decoder.generate(prompt, 10).tokens == hf_greedy(model, prompt, 10)
+    with pytest.raises(ValueError, match=r"max_new_tokens is 12: with a prompt of 20 tokens.*limit of 30"):
+        decoder.start(prompt, 12)
+    assert decoder.generate(prompt, 11).tokens == hf_greedy(model, prompt, 11)  # the last one is never run
 
 
 @pytest.mark.parametrize(

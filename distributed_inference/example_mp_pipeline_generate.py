@@ -20,10 +20,10 @@ from chat_template import use_template
 from distributed_inference.cycle_profile import Cycle, cycles, write_reports
 from distributed_inference.launch import Checked, Lead, RankParser, add_arguments
 from distributed_inference.self_launch import run
-from pipeline_inference import Generation, Sampling, TextStream, encode_prompt, load_tokenizer, result_line
+from pipeline_inference import PROMPTS, Generation, Sampling, TextStream, encode_prompt, load_tokenizer, result_line
 from timeline import stage_row
 
-PROMPT = "What is the capital of France?"
+PROMPT = PROMPTS[0]
 
 
 def build_parser() -> RankParser:

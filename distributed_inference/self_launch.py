@@ -55,16 +55,22 @@ class Launch(NamedTuple):
 
 
 def launch_all(script_class: type[Script], args: argparse.Namespace) -> int:
-    """Launch after launch, up to the first that fails. Returns its exit code, or 0."""
+    """Launch after launch. Returns 0, or the exit code of the first that failed.
+
+    What has failed (code 1) does not stop the launches after it, as a run of eval.py does not stop the others; bad
+    input and signals do.
+    """
     quiet_libraries()
     launches = plan_launches(script_class, args)
+    first_failure = 0
     for number, (world_size, flags) in enumerate(launches, start=1):
         if len(launches) > 1:
             print(f"[launch {number}/{len(launches)}] {world_size} ranks: {' '.join(flags)}", flush=True)
         code = start_ranks(world_size, [*sys.argv, *flags])
-        if code:
-            return code
-    return 0
+        first_failure = first_failure or code
+        if code > 1:
+            break
+    return first_failure
 
 
 def plan_launches(script_class: type[Script], args: argparse.Namespace) -> list[Launch]:

@@ -252,6 +252,17 @@ def test_bad_input_starts_nothing(files, tmp_path, monkeypatch, capfd, flags, me
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("codes", "started", "code"), [([0, 0], 2, 0), ([1, 0], 2, 1), ([2, 0], 1, 2), ([137, 0], 1, 137)]
+)
+def test_a_failure_is_the_exit_code(files, tmp_path, monkeypatch, codes, started, code):
+    """Guards against a failed launch that a later one hides or keeps from running, and launches that outlive Ctrl-C."""
+    given = []
+    monkeypatch.setattr(self_launch, "start_ranks", lambda *launch: given.append(launch) or codes[len(given) - 1])
+    args = parse(files, tmp_path, "--spec_head_ckpt", *heads(files, "h2", "h3"))
+    assert (self_launch.launch_all(DistributedEvaluation, args), len(given)) == (code, started)
+
+
 def test_a_head_that_does_not_name_its_target(files, tmp_path):
     """Guards against a traceback, or a target of nobody's choice, where the path is missing."""
     target = Target.load(str(files / "target"))

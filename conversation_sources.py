@@ -25,7 +25,7 @@ CONVERSATION_COLUMNS = ("conversations", "messages")
 SYSTEM_COLUMNS = ("system", "system_prompt", "system_message")
 # What else of a record changes its text; "finish" and "enable_thinking" are generate_training_data.py's.
 MORE_COLUMNS = (*SYSTEM_COLUMNS, "tools", "finish", "finish_reason", "enable_thinking")
-READ_CHARS = 1 << 16  # characters read at a time from a .json file
+READ_CHARS = 1 << 16  # characters read at a time from a .json file; the price of an error grows with it
 
 
 @dataclass
@@ -114,11 +114,6 @@ class TextWindow:
             self.position = pattern.match(self.text, self.position).end()
         return self.position < len(self.text)
 
-    def drop_read(self) -> None:
-        """Drops what lies before the cursor: the cost of an error grows with the text in front of it."""
-        self.offset = self.byte(self.position)
-        self.text, self.position = self.text[self.position :], 0
-
     def byte(self, position: int) -> int:
         """Byte offset in the file of a character of `text`."""
         return self.offset + len(self.text[:position].encode(self.handle.encoding, self.handle.errors))
@@ -174,8 +169,6 @@ def move_to_next_record(window: TextWindow, decoder: json.JSONDecoder) -> None:
             window.position = -1
             continue
         window.position = found.start()
-        if window.position > READ_CHARS:
-            window.drop_read()
         try:
             value, end = decode_next(window, decoder)
         except json.JSONDecodeError:

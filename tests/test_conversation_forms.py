@@ -6,7 +6,6 @@ Templates are written in the style of the families that they stand for. Rows are
 import bz2
 import gzip
 import json
-import time
 
 import datasets
 import pyarrow as pa
@@ -15,6 +14,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+import conversation_sources
 import generate_training_data as gen
 import train
 from chat_format import ChatFormat
@@ -391,9 +391,9 @@ def test_saved_data_sets(load, tmp_path):
 def test_compressed_file_that_breaks_off(load, tmp_path):
     """A download that was cut: a traceback; and a file that is not compressed at all."""
     path = tmp_path / "cut.jsonl.gz"
-    path.write_bytes(gzip.compress((LINE * 5000).encode(), compresslevel=0)[:-4000])
+    path.write_bytes(gzip.compress((LINE * 1000).encode(), compresslevel=0)[:-4000])
     data = load(str(path))
-    assert data.counters.conversations > 4000
+    assert data.counters.conversations > 800
     assert "the rest is not read" in data.counters.damage[-1]
     path.write_text(LINE)
     with pytest.raises(ValueError, match=r"no usable conversation.*Not a gzipped file"):
@@ -434,16 +434,15 @@ def test_questions_by_the_json_standard(tmp_path, codec):
     assert [q.prompt for q in read_questions(tmp_path, "mine")] == ["a\u2028b\x85c\x0cd", "e"]
 
 
-def test_files_that_are_no_json_end_soon(load, tmp_path):
-    """Every { of a file cost a parse error whose price grew with the text before it: minutes for 28 MB."""
-    record = str(chat(*TURNS))  # Python's quotes
-    broken = LINE.strip().replace('"hi"', 'hi"')
-    for text in (record * 20_000, broken * 20_000):
-        (tmp_path / "a.json").write_text(text)
-        begun = time.process_time()
-        with pytest.raises(ValueError, match="no usable conversation"):
-            load(str(tmp_path / "a.json"))
-        assert time.process_time() - begun < 10
+def test_files_that_are_no_json_end_soon(load, tmp_path, monkeypatch):
+    """Every { of a file was tried, at a price that grew with the text in front of it: minutes for 28 MB."""
+    tried = []
+    decode = conversation_sources.decode_next
+    monkeypatch.setattr(conversation_sources, "decode_next", lambda *args: tried.append(1) or decode(*args))
+    (tmp_path / "a.json").write_text(str(chat(*TURNS)) * 2000)  # with Python's quotes
+    with pytest.raises(ValueError, match="no usable conversation"):
+        load(str(tmp_path / "a.json"))
+    assert len(tried) < 20
 
 
 # ---------------------------------------------------------------------------------------------------------------------

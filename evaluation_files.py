@@ -85,11 +85,6 @@ def settings_key(settings: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def checkpoint_file(path: str) -> Path:
-    """The file of a checkpoint that may be given by its folder."""
-    return Path(path) / CHECKPOINT_NAME if Path(path).is_dir() else Path(path)
-
-
 def checkpoint_labels(paths: Sequence[str]) -> dict[str, str]:
     """A short name a head: its file's, its folder's for `speculation_head_final.pt`, more folders where these agree.
 
@@ -99,9 +94,10 @@ def checkpoint_labels(paths: Sequence[str]) -> dict[str, str]:
     for path, file in files.items():
         if list(files.values()).count(file) > 1:
             raise ValueError(f"--spec_head_ckpt has {path!r} twice: give it once")
+    named = {path: Path(os.path.abspath(checkpoint_file(path))) for path in paths}  # the hub's cache is full of links
     parts = {
         path: (file.parent if file.name == CHECKPOINT_NAME else file.with_suffix("")).parts
-        for path, file in files.items()
+        for path, file in named.items()
     }
     for depth in range(1, max(map(len, parts.values())) + 1):
         labels = {path: safe_name("-".join(pieces[-depth:])) for path, pieces in parts.items()}

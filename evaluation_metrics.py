@@ -23,6 +23,7 @@ import numpy as np
 from evaluation_data import OFFICIAL_SETS, Sample
 from pipeline_inference import GenerationResult, shared_length
 from script_utils import first_line, markdown_table
+from timeline import Timings, time_table
 
 Row = dict[str, Any]
 Key = tuple[str, str]  # of a sample: data set and question
@@ -415,16 +416,17 @@ def results_line(summary: Mapping[str, Any]) -> str:
 
 def profile_table(part: Mapping[str, Any]) -> str:
     """Where the time of the cycles went: a line for the head, each stage, the verification, and the rollbacks."""
-    totals, cycles = part["totals"], part["totals"]["decode_loop_steps"]
-    parts = {"draft": totals["draft_sec"]}
-    parts |= {f"stage {index}": seconds for index, seconds in enumerate(part["stage_sec"])}
-    parts["verify"] = totals["verify_sec"]
-    parts[f"{totals['rollbacks']} rollbacks"] = totals["rollback_sec"]
-    parts |= {f"all {cycles} cycles": totals["decode_wall_sec"], "ideal": totals["ideal_decode_wall_sec"]}
-    lines = [
-        [name, f"{seconds:.3f}", f"{seconds / cycles * 1e3:.3f}" if cycles else "–"] for name, seconds in parts.items()
-    ]
-    return markdown_table(["part", "seconds", "ms a cycle"], lines)
+    totals = part["totals"]
+    timings = Timings(
+        decode=totals["decode_wall_sec"],
+        stages=part["stage_sec"],
+        draft=totals["draft_sec"],
+        verify=totals["verify_sec"],
+        ideal_decode=totals["ideal_decode_wall_sec"],
+        rollbacks=totals["rollbacks"],
+        rollback=totals["rollback_sec"],
+    )
+    return time_table(timings, totals["decode_loop_steps"])
 
 
 def data_set_order(names: Iterable[str]) -> list[str]:

@@ -23,7 +23,6 @@ from evaluation_files import (
     RowLog,
     RunFiles,
     baseline_cache,
-    checkpoint_file,
     checkpoint_labels,
     code_fingerprint,
     device_name,
@@ -36,7 +35,14 @@ from evaluation_files import (
 from evaluation_methods import METHODS, Run
 from evaluation_workers import TargetOptions
 from pipeline_inference import Sampling, check_attention, check_limits, load_tokenizer
-from pipeline_model import HeadConfig, default_target_path, load_target_config, read_checkpoint, read_head
+from pipeline_model import (
+    HeadConfig,
+    checkpoint_file,
+    default_target_path,
+    load_target_config,
+    read_checkpoint,
+    read_head,
+)
 from script_utils import check_output_folder, resolve_dtype
 
 PLACEMENT = "all stages on one device"  # what the wall-clock times of this evaluation mean

@@ -69,7 +69,7 @@ from script_utils import (
     resolve_dtype,
     run_script,
 )
-from timeline import DRAFT, VERIFY, WAIT, Span, Timeline, Timings, stage_index, stage_row, write_trace
+from timeline import DRAFT, VERIFY, WAIT, Span, Timeline, Timings, stage_index, stage_row, time_table, write_trace
 
 T = TypeVar("T")
 
@@ -1097,6 +1097,7 @@ def build_parser() -> Parser:
     model.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     pipeline = add_decoding_arguments(parser)
     pipeline.add_argument("--pipeline_first", action="store_true", help="run the pipeline before standard generation")
+    pipeline.add_argument("--profile_timing", action=Switch, default=False, help="print where a cycle's time goes")
     pipeline.add_argument("--trace", metavar="FILE", help="write a Chrome/Perfetto trace of the pipeline")
     parser.add_argument(
         "--prompt", type=str, nargs="+", action="extend", help="one or more, repeatable; unset: three of our own"
@@ -1111,8 +1112,8 @@ def check_arguments(args: argparse.Namespace) -> None:
     check_template_flags(args)
     check_attention(args.attn_implementation, args.draft_top_k)
     check_seed(args.seed)
-    for name, given in (("trace", args.trace), ("pipeline_first", args.pipeline_first)):
-        if given and not args.spec_head_ckpt:
+    for name in ("trace", "pipeline_first", "profile_timing"):
+        if getattr(args, name) and not args.spec_head_ckpt:
             raise ValueError(f"--{name} is about the pipeline: it needs --spec_head_ckpt")
     check_output_file("--trace", args.trace)
 
@@ -1205,6 +1206,8 @@ class Demo:
         print(self.paint(result_line(name, result, self.spec_layers), "bold"))
         if not watched:
             print(self.tokenizer.decode(result.tokens, skip_special_tokens=True))
+        if self.args.profile_timing and name == "pipeline":
+            print(time_table(result.timings, result.cycles))
         return generation
 
     def stream(self, generation: Generation) -> None:

@@ -28,12 +28,13 @@ import pickle
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError
@@ -1686,21 +1687,52 @@ def save_head(head: SpeculationHead, path: str | Path) -> None:
         torch.save({"state_dict": state, "config": head.config.to_dict()}, file)
 
 
+HUB_FILE = re.compile(r"([\w.-]+/[\w.-]+)(?:@([^:]+))?:(.+)")  # owner/repo@revision:file
+
+
+def checkpoint_file(path: str | Path) -> Path:
+    """The file of a head checkpoint: itself, that of a folder, or one of the hub, which is downloaded once.
+
+    On the hub: owner/repo:file.pt, or owner/repo@revision:file.pt for a branch, tag or commit. ValueError, in one line,
+    for a file that the hub does not give.
+    """
+    local, hub_file = Path(path), HUB_FILE.fullmatch(str(path))
+    if local.is_dir():
+        return local / CHECKPOINT_NAME
+    if hub_file is None or local.exists():
+        return local
+    repository, revision, name = hub_file.groups()
+    try:
+        return _downloaded(repository, name, revision)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"no head checkpoint {str(path)!r} on the hub ({first_line(error)}): "
+            "give owner/repo:file.pt, with @branch behind repo for another branch than main, or a local file"
+        ) from None
+
+
+@cache
+def _downloaded(repository: str, name: str, revision: str | None) -> Path:
+    """A file of the hub. Asked for once a process: all who read it get the same one, and wait for the network once."""
+    return Path(hf_hub_download(repository, name, revision=revision))
+
+
 def read_checkpoint(
     path: str | Path, config_class: type[HeadConfig] = HeadConfig, *, mapped: bool = False
 ) -> tuple[HeadConfig, dict[str, Tensor]]:
     """Configuration and weights of a head checkpoint (a file, or a folder with `speculation_head_final.pt`).
 
     `mapped` leaves the weights on disk until they are used, for those who want the configuration alone. ValueError, in
-    one line, for a missing, truncated or foreign file and for a wrong configuration.
+    one line, for a missing, truncated or foreign file and for a wrong configuration, and as `checkpoint_file`.
     """
-    path = Path(path)
-    if path.is_dir():
-        path = path / CHECKPOINT_NAME
+    path = checkpoint_file(path)
     try:
         payload = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except FileNotFoundError:
-        raise ValueError(f"no head checkpoint at {str(path)!r}: train one, or omit --spec_head_ckpt") from None
+        raise ValueError(
+            f"no head checkpoint at {str(path)!r}: train one, give one of the hub (owner/repo:file.pt), or omit "
+            "--spec_head_ckpt"
+        ) from None
     except pickle.UnpicklingError:
         raise ValueError(
             f"{str(path)!r} holds more than weights, or is damaged: only plain tensors and numbers are loaded"

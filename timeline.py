@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from script_utils import atomic_open
+from script_utils import atomic_open, markdown_table
 
 DRAFT, VERIFY, WAIT = "draft", "verify", "wait"
 # Spans of this many cycles are left unread: by then reading CUDA events never waits.
@@ -165,6 +165,23 @@ class Timeline:
             lasted = start.elapsed_time(end) / 1e3 if self._cuda else end - start
             begin = self._origin.elapsed_time(start) / 1e3 if self._cuda else start - self._origin
             self.add(Span(row, cycle, begin, lasted))
+
+
+def time_table(timings: Timings, cycles: int) -> str:
+    """Where the time of so many cycles went: a line for the head, each stage, verification, and the rollbacks.
+
+    In one process the parts follow each other; with a rank a stage they overlap, and `wait` is the draft rank's.
+    `ideal` is `Timings.ideal_decode`.
+    """
+    parts = {"draft": timings.draft}
+    parts |= {stage_row(stage): seconds for stage, seconds in enumerate(timings.stages)}
+    parts |= {"verify": timings.verify} | ({"wait": timings.wait} if timings.wait else {})
+    parts |= {f"{timings.rollbacks} rollbacks": timings.rollback, f"all {cycles} cycles": timings.decode}
+    parts["ideal"] = timings.ideal_decode
+    lines = [
+        [name, f"{seconds:.3f}", f"{seconds / cycles * 1e3:.3f}" if cycles else "–"] for name, seconds in parts.items()
+    ]
+    return markdown_table(["part", "seconds", "ms a cycle"], lines)
 
 
 def write_trace(path: str | Path, processes: Mapping[str, Iterable[tuple[Span, dict]]]) -> None:

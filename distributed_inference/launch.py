@@ -31,7 +31,7 @@ from distributed_inference.remote import Pipeline, RemoteExecutor
 from distributed_inference.stages import Setup, StageRunner, StageServer
 from distributed_inference.startup import Environment, Group, Refused, check_same, code_version, short_sha256
 from distributed_inference.watch import Verdict, Watch
-from evaluation_files import checkpoint_file, checkpoint_labels
+from evaluation_files import checkpoint_labels
 from evaluation_plan import target_of_heads
 from pipeline_inference import (
     Decoder,

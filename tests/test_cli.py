@@ -122,6 +122,21 @@ def test_use_deepest_is_as_trained_unless_set(files, flags, expected):
     )
 
 
+def test_profile_has_a_line_a_stage(files, capsys):
+    """Guards against a profile of other seconds than the run's, and one that nobody asked for."""
+    code, out = run(capsys, files, "--profile_timing")
+    assert code == 0
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in out.splitlines() if line.startswith("|")]
+    names = [name for name, *_ in cells]
+    assert names[:6] == ["part", "---", "draft", "stage 0", "stage 1", "verify"]
+    assert re.fullmatch(r"[1-9]\d* rollbacks", names[6])
+    cycles = PIPELINE.search(out)[3]
+    assert names[7:] == [f"all {cycles} cycles", "ideal"]
+    *parts, whole, _ = (float(seconds) for _, seconds, _ in cells[2:])
+    assert 0 < sum(parts) <= whole + 0.01
+    assert "| stage 0" not in run(capsys, files, "--no-profile_timing")[1]
+
+
 @pytest.mark.parametrize("first", [False, True])
 def test_the_pipeline_can_run_first(files, capsys, first):
     """Guards the order that a user asked for, and the comparison in either."""
@@ -452,6 +467,13 @@ def test_flags_are_checked_before_anything_is_loaded(files, capsys, monkeypatch,
     """Guards against minutes of loading before a mistyped flag is noticed."""
     message = refusal(arguments(files, *flags, "--base_model_path", str(files / "nothing")), capsys, monkeypatch)
     assert f"error: {flags[0]} is " in message
+
+
+@pytest.mark.parametrize("flag", ["--profile_timing", "--pipeline_first"])
+def test_flags_about_the_pipeline_need_one(files, capsys, monkeypatch, flag):
+    """Guards against a flag that does nothing, and a user who waits for what it would print."""
+    message = refusal(arguments(files, flag, head=False), capsys, monkeypatch)
+    assert f"{flag} is about the pipeline: it needs --spec_head_ckpt" in message
 
 
 @pytest.mark.parametrize("head", [True, False])

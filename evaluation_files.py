@@ -27,7 +27,7 @@ import torch
 from transformers.utils import cached_file
 
 from evaluation_metrics import Row, row_key
-from pipeline_model import CHECKPOINT_NAME
+from pipeline_model import CHECKPOINT_NAME, checkpoint_file
 from script_utils import write_json
 
 PREFIX = "pipeline_eval"  # of the files of eval.py

@@ -51,6 +51,7 @@ from pipeline_model import (
     SpeculationHead,
     StageCache,
     Target,
+    checkpoint_file,
     load_head,
     load_target_config,
     parse_stage_layers,

@@ -492,7 +492,9 @@ class RankProcess:
             number = signal.sigwait(wanted)
             reason = f"stopped by {signal.Signals(number).name}"
             verdict = None if self._watch is None else Verdict(self._watch.rank, f"was {reason}")
-            self._leave(128 + number, reason, verdict)
+            self._leave(
+                128 + number, reason if speaks_for_machine() else None, verdict
+            )  # all ranks are stopped at once
 
         threading.Thread(target=wait, daemon=True).start()
 

@@ -12,7 +12,8 @@ from evaluation_files import RowLog
 from evaluation_metrics import Key, Row, is_whole
 from evaluation_plan import PLACEMENT
 
-SAME = ("target_fingerprint", "dtype", "max_new_tokens", "top_k", "top_p", "seed")  # and the temperature
+# And the temperature. Records made before a setting came into being lack it: it was None then.
+SAME = ("target_fingerprint", "dtype", "quantization", "max_new_tokens", "top_k", "top_p", "seed")
 ROWS, RECORD = "__per_sample.jsonl", "__run.json"  # ends of the file names of a run of eval.py
 
 
@@ -49,9 +50,9 @@ class GivenRows(RowLog):
         if theirs.get("placement", PLACEMENT) != PLACEMENT:
             raise ValueError(f"{name}, made on {theirs['placement']}: give rows that eval.py made on one device")
         for key in SAME:
-            if theirs.get(key) != settings[key]:
+            if theirs.get(key) != settings.get(key):
                 raise ValueError(
-                    f"{name}, made with {key} {theirs.get(key)}, but this run has {settings[key]}: "
+                    f"{name}, made with {key} {theirs.get(key)}, but this run has {settings.get(key)}: "
                     "run eval.py with the same target and settings"
                 )
         ours, device = (_hardware(each["device"]) for each in (settings, theirs))

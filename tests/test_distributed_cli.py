@@ -409,6 +409,7 @@ def test_rows_of_either_kind_are_taken(files, baseline, tmp_path):
         (lambda settings, rows: settings.update(seed=7), "seed 7, but this run has 0"),
         (lambda settings, rows: settings.update(temperature=0.7), "temperature 0.7, but this run has 0"),
         (lambda settings, rows: settings.update(dtype="bfloat16"), "dtype bfloat16"),
+        (lambda settings, rows: settings.update(quantization="bnb_4bit"), "quantization bnb_4bit"),
         (lambda settings, rows: settings.update(device="H1, 1 thread"), "made on H1, but the ranks are on"),
         (lambda settings, rows: settings.update(method="spd"), "rows of method spd"),
         (lambda settings, rows: settings.update(placement="3 ranks, gloo"), "made on 3 ranks, gloo"),

@@ -405,7 +405,7 @@ def test_a_frozen_rank_is_given_up(files, tmp_path):
     """Guards against survivors that name a rank that waits itself, for the one whose process is stopped."""
     arguments = flags(files, "--warmup_iters", "0", "--decode_timeout_sec", "2", tokens=150)
     with ranks(3, tmp_path, slow_stages, *arguments) as running:
-        running.wait_for(0, "Prompt 1/1")
+        running.wait_for(0, f"{PROMPT}\nw")  # it decodes
         os.kill(running.processes[1].pid, signal.SIGSTOP)
         for rank in (0, 2):
             running.processes[rank].join(30)

@@ -47,6 +47,7 @@ from script_utils import (
     run_script,
     write_json,
 )
+from target_files import QUANTIZATIONS
 
 
 def build_parser() -> Parser:
@@ -59,6 +60,7 @@ def build_parser() -> Parser:
     model.add_argument("--spec_head_ckpt", nargs="+", default=[], help="its head checkpoints, files or folders")
     add_dtype_argument(model)
     model.add_argument("--attn_implementation", default="sdpa", choices=ATTN_IMPLEMENTATIONS, help="attention kernels")
+    model.add_argument("--quantization", choices=QUANTIZATIONS, help="quantise the target's weights while loading")
     model.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
     data = parser.add_argument_group("data")
     data.add_argument("--data_dir", type=Path, default=Path(__file__).parent / "eval_data", help="data sets")

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.utils import cached_file
 
 from evaluation_metrics import Row, row_key
 from pipeline_model import CHECKPOINT_NAME, checkpoint_file
@@ -33,7 +32,7 @@ from script_utils import write_json
 PREFIX = "pipeline_eval"  # of the files of eval.py
 MP_PREFIX = "mp_pipeline_eval"  # of those of a pipeline of ranks
 # The code that makes tokens and times: rows of two versions of it are not mixed.
-DECODING_CODE = ("pipeline_model.py", "pipeline_inference.py", "timeline.py")
+DECODING_CODE = ("pipeline_model.py", "target_files.py", "pipeline_inference.py", "timeline.py")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -54,15 +53,6 @@ def files_sha256(paths: Iterable[Path]) -> str:
     return hashlib.sha256(
         repr([(path.name, digest) for path, digest in zip(paths, sums, strict=True)]).encode()
     ).hexdigest()
-
-
-def target_fingerprint(path: str) -> str:
-    """What a target's answers depend on: a hash of a folder's weights and configurations; a hub id's commit."""
-    folder = Path(path)
-    if not folder.is_dir():
-        return f"{path}@{Path(cached_file(path, 'config.json')).parent.name}"
-    wanted = ("*.safetensors", "*.bin", "config.json", "generation_config.json")
-    return files_sha256(file for pattern in wanted for file in folder.glob(pattern))
 
 
 def code_fingerprint(more: Iterable[str] = ()) -> str:

@@ -30,7 +30,6 @@ from evaluation_files import (
     number_name,
     read_summaries,
     safe_name,
-    target_fingerprint,
 )
 from evaluation_methods import METHODS, Run
 from evaluation_workers import TargetOptions
@@ -44,6 +43,7 @@ from pipeline_model import (
     read_head,
 )
 from script_utils import check_output_folder, resolve_dtype
+from target_files import check_target_weights, target_fingerprint
 
 PLACEMENT = "all stages on one device"  # what the wall-clock times of this evaluation mean
 
@@ -174,7 +174,8 @@ class Planner:
         questions = [
             item for name in self.names for item in read_questions(args.data_dir, name, args.prompts_per_dataset)
         ]
-        self.config = load_target_config(args.base_model_path, args.trust_remote_code)
+        self.config = load_target_config(args.base_model_path, args.trust_remote_code, quantization=args.quantization)
+        check_target_weights(args.base_model_path, self.config)
         if args.method == "prompt_lookup":
             check_prompt_lookup(self.config)
         self.tokenizer = load_tokenizer(args.base_model_path, args.trust_remote_code)
@@ -191,6 +192,7 @@ class Planner:
             dtype=resolve_dtype(args.dtype, torch.device(self.devices[0])),
             attn_implementation=args.attn_implementation,
             trust_remote_code=args.trust_remote_code,
+            quantization=args.quantization,
             threads=max(1, torch.get_num_threads() // len(self.devices)),  # processes on a CPU share its threads
         )
         self.heads = {path: read_head(path, self.config, config_class).config for path in args.spec_head_ckpt}
@@ -218,6 +220,7 @@ class Planner:
             "device": device_name(torch.device(self.devices[0]), self.options.threads),
             "dtype": str(self.options.dtype).removeprefix("torch."),
             "attn_implementation": args.attn_implementation,
+            "quantization": args.quantization,
             "chat_template": template_setting(args),
             "enable_thinking": args.enable_thinking,
             "max_new_tokens": args.max_new_tokens,

@@ -33,6 +33,7 @@ class TargetOptions:
     dtype: torch.dtype
     attn_implementation: str = "sdpa"
     trust_remote_code: bool = False
+    quantization: str | None = None
     threads: int = 1  # CPU threads of a worker
 
 
@@ -80,6 +81,7 @@ class Evaluator:
             device=device,
             attn_implementation=options.attn_implementation,
             trust_remote_code=options.trust_remote_code,
+            quantization=options.quantization,
         )
         self._alone = LocalExecutor(self.target, (self.target.num_layers,))
         self._run: Run | None = None

@@ -31,7 +31,7 @@ from chat_template import add_template_flags, check_template_flags, use_template
 from conversation_data import first_prompt
 from conversation_sources import Counters, SkipRecord, find_sources, folder_lines, read_conversations
 from pipeline_inference import Sampling, load_tokenizer
-from pipeline_model import ATTN_IMPLEMENTATIONS, Target
+from pipeline_model import ATTN_IMPLEMENTATIONS, Target, load_target_config
 from script_utils import (
     Parser,
     Switch,
@@ -48,6 +48,7 @@ from script_utils import (
     shown,
     write_json,
 )
+from target_files import check_attention_kernels, check_target_weights
 
 SORTED_BATCHES = 16  # batches whose prompts are sorted by length together: little padding, still a random order
 # What the lines of the output depend on.
@@ -261,6 +262,8 @@ class Writer:
 def main(args: argparse.Namespace) -> None:
     quiet_libraries()
     check(args)
+    check_attention_kernels(args.attn_implementation)
+    check_target_weights(args.model_name, load_target_config(args.model_name))
     with lock_file("--output", args.output):
         device, tokenizer = resolve_device(args.device), load_tokenizer(args.model_name)
         use_template(tokenizer, args)

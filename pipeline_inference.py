@@ -69,6 +69,7 @@ from script_utils import (
     resolve_dtype,
     run_script,
 )
+from target_files import QUANTIZATIONS, check_attention_kernels
 from timeline import DRAFT, VERIFY, WAIT, Span, Timeline, Timings, stage_index, stage_row, time_table, write_trace
 
 T = TypeVar("T")
@@ -696,10 +697,14 @@ def token_ids(prompt: Sequence[int] | Tensor | np.ndarray, vocab_size: int) -> l
 
 
 def check_attention(attn_implementation: str, draft_top_k: int, compiled: bool = False) -> None:
-    """ValueError for attention kernels that cannot run a draft tree, or compiled stages, which have a tree's masks."""
+    """ValueError for attention kernels that cannot run a draft tree, or compiled stages, which have a tree's masks.
+
+    Nor can those that are not installed.
+    """
     if attn_implementation.startswith("flash") and (draft_top_k > 1 or compiled):
         flag = f"--draft_top_k {draft_top_k}" if draft_top_k > 1 else "--compile"
         raise ValueError(f"{flag} needs masks that flash attention lacks: use --attn_implementation sdpa")
+    check_attention_kernels(attn_implementation)
 
 
 class Decoder:
@@ -1095,6 +1100,7 @@ def build_parser() -> Parser:
     model = add_model_arguments(parser)
     model.add_argument("--spec_head_ckpt", help="head checkpoint (file or folder); omitted: standard generation alone")
     model.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    model.add_argument("--quantization", choices=QUANTIZATIONS, help="quantise the target's weights while loading")
     pipeline = add_decoding_arguments(parser)
     pipeline.add_argument("--pipeline_first", action="store_true", help="run the pipeline before standard generation")
     pipeline.add_argument("--profile_timing", action=Switch, default=False, help="print where a cycle's time goes")
@@ -1139,6 +1145,7 @@ class Demo:
             device=device,
             attn_implementation=args.attn_implementation,
             trust_remote_code=args.trust_remote_code,
+            quantization=args.quantization,
         )
         self.terminal = sys.stdout.isatty()
         self.color = self.terminal and "NO_COLOR" not in os.environ

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache, cached_property, lru_cache
 from itertools import pairwise
@@ -37,20 +37,27 @@ import torch
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.nn.functional import linear, scaled_dot_product_attention
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen3Config
+from transformers import PreTrainedConfig, PreTrainedModel, Qwen3Config
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer
 
-from script_utils import atomic_open, first_line
+from script_utils import atomic_open, first_line, listed
+from target_files import (
+    bitsandbytes_config,
+    causal_class,
+    check_attention_kernels,
+    check_quantization,
+    check_target_weights,
+    load_weights,
+    read_text_config,
+)
 
 CHECKPOINT_NAME = "speculation_head_final.pt"
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "qwen3_5_text", "qwen3_5_moe_text")
@@ -700,21 +707,22 @@ class TargetPart(NamedTuple):
         """
         part = self
 
-        class Part(model_class):
-            def __init__(self, config: PreTrainedConfig):
-                super().__init__(config)
-                for index in range(config.num_hidden_layers):
-                    if index not in part.layers:
-                        self.model.layers[index] = nn.Identity()
-                tied = config.tie_word_embeddings and bool(part.lm_head)
-                if not part.embedding and not tied:
-                    self.model.embed_tokens = nn.Identity()
-                if not part.lm_head:
-                    self.lm_head = nn.Identity()
-                if not tied:
-                    self.all_tied_weights_keys = {}
+        def init(model: PreTrainedModel, config: PreTrainedConfig) -> None:
+            model_class.__init__(model, config)
+            for index in range(config.num_hidden_layers):
+                if index not in part.layers:
+                    model.model.layers[index] = nn.Identity()
+            tied = config.tie_word_embeddings and bool(part.lm_head)
+            if not part.embedding and not tied:
+                model.model.embed_tokens = nn.Identity()
+            if not part.lm_head:
+                model.lm_head = nn.Identity()
+            if not tied:
+                model.all_tied_weights_keys = {}
 
-        return Part
+        # `transformers` finds a checkpoint's names and conversions by a class's module and name.
+        body = {"__init__": init, "__module__": model_class.__module__, "__qualname__": model_class.__qualname__}
+        return type(model_class.__name__, (model_class,), body)
 
     def trim(self, model: PreTrainedModel) -> PreTrainedModel:
         """Drop what a loaded `cut` model holds beyond this part."""
@@ -762,22 +770,29 @@ class Target:
         attn_implementation: str = "sdpa",
         trust_remote_code: bool = False,
         part: TargetPart | None = None,
+        quantization: str | None = None,
+        device_map: Mapping[str, int] | None = None,
     ) -> Target:
-        """Load a local folder or a hub id, all of it or a part.
+        """Load a local folder or a hub id, all of it or a part, onto a device, or module by module by `device_map`.
 
-        ValueError as `load_target_config`, and for missing or damaged weights.
+        quantization: one of `QUANTIZATIONS`, done while loading. ValueError as `load_target_config`, for a weight that
+        is missing, unexpected or of another shape, and for damaged files.
         """
-        config = load_target_config(path, trust_remote_code)
-        settings = {"dtype": dtype, "attn_implementation": attn_implementation}
-        try:
-            if part is None:
-                model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=trust_remote_code, **settings)
-            else:
-                model_class = part.cut(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
-                model = part.trim(model_class.from_pretrained(path, config=config, use_safetensors=True, **settings))
-        except (OSError, SafetensorError) as error:
-            raise _no_target(path, error) from None
-        return cls(model.to(device))
+        check_attention_kernels(attn_implementation)
+        config = load_target_config(path, trust_remote_code, quantization=quantization, in_parts=part is not None)
+        check_target_weights(path, config)
+        model_class = causal_class(path, config)
+        settings = {
+            "dtype": dtype,
+            "attn_implementation": attn_implementation,
+            "device_map": device_map or {"": device},
+        }
+        if quantization is not None:
+            settings["quantization_config"] = bitsandbytes_config(quantization, dtype)
+        if part is None:
+            return cls(load_weights(model_class, path, config, **settings))
+        model = load_weights(part.cut(model_class), path, config, part=True, use_safetensors=True, **settings)
+        return cls(part.trim(model))
 
     @property
     def num_layers(self) -> int:
@@ -924,24 +939,17 @@ def find_target(
         raise ValueError(f"--base_model_path is missing, and {str(checkpoint)!r} does not help: {error}") from None
 
 
-def load_target_config(path: str, trust_remote_code: bool = False) -> PreTrainedConfig:
+def load_target_config(
+    path: str, trust_remote_code: bool = False, *, quantization: str | None = None, in_parts: bool = False
+) -> PreTrainedConfig:
     """The (text) configuration of a local folder or a hub id, long before its weights.
 
-    ValueError for a folder without a model, and as `check_supported`.
+    ValueError for a folder without a model, and as `check_supported` and `check_quantization`.
     """
-    try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code).get_text_config()
-    except (OSError, ValueError) as error:
-        raise _no_target(path, error) from None
+    config = read_text_config(path, trust_remote_code)
     check_supported(config)
+    check_quantization(path, config, quantization, in_parts)
     return config
-
-
-def _no_target(path: str, error: Exception) -> ValueError:
-    return ValueError(
-        f"no target model at {path!r} ({first_line(error)}): "
-        "give a folder with config.json and safetensors, or a hub id"
-    )
 
 
 def check_supported(config: PreTrainedConfig) -> None:
@@ -1777,16 +1785,11 @@ def check_weights(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -
     """ValueError that names the first missing, unexpected or wrongly shaped weight."""
     missing, unexpected = expected.keys() - found.keys(), found.keys() - expected.keys()
     if missing:
-        raise ValueError(f"the checkpoint lacks weight {_listed(missing)}")
+        raise ValueError(f"the checkpoint lacks weight {listed(missing)}")
     if unexpected:
-        raise ValueError(f"the checkpoint has unexpected weight {_listed(unexpected)}")
+        raise ValueError(f"the checkpoint has unexpected weight {listed(unexpected)}")
     for name, tensor in expected.items():
         if tensor.shape != found[name].shape:
             raise ValueError(
                 f"weight {name} has shape {list(found[name].shape)}, but target and config need {list(tensor.shape)}"
             )
-
-
-def _listed(names: Iterable[str], most: int = 3) -> str:
-    names = sorted(names)
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -267,6 +267,12 @@ def room_for(error: OSError, then: str = ", or make room") -> str:
     return then if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
 
 
+def listed(names: Iterable[str], most: int = 3) -> str:
+    """The first names in their order, and how many more there are."""
+    names = sorted(names)
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Output files
 # ---------------------------------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from chat_template import add_template_flags, check_template_flags, use_template
 from conversation_data import OVERFLOW_POLICIES, ConversationData, PadCollator, load_conversations
@@ -80,6 +80,7 @@ from script_utils import (
     run_script,
     write_json,
 )
+from target_files import QUANTIZATIONS, check_attention_kernels, check_target_weights
 from training_state import (
     LOG_NAME,
     DataOrder,
@@ -151,6 +152,7 @@ def add_target_flags(parser: Parser, attention: Sequence[str]) -> None:
     model = parser.add_argument_group("target")
     model.add_argument("--model_name", required=True, help="target model: a folder or a hub id")
     model.add_argument("--attn_implementation", default="sdpa", choices=attention, help="attention kernels")
+    model.add_argument("--quantization", choices=QUANTIZATIONS, help="quantise the target's weights while loading")
     model.add_argument("--device_map", choices=["auto"], help="auto: spread the target over a process's GPUs")
     model.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
 
@@ -308,6 +310,7 @@ def check_launch(args: argparse.Namespace) -> None:
     if int(os.environ.get("RANK", 0)) == 0:
         for name in ("output_dir", "cache_dir", "feature_cache"):
             check_output_folder(f"--{name}", getattr(args, name))
+    check_attention_kernels(args.attn_implementation)
     if args.feature_cache_layers and args.feature_cache is None:
         raise ValueError("--feature_cache_layers needs --feature_cache, the folder")
     if args.lr_adamw is not None and args.optimizer != "muon":
@@ -417,7 +420,8 @@ def head_config(args: argparse.Namespace, target: PreTrainedConfig) -> HeadConfi
 
 def target_config(args: argparse.Namespace) -> PreTrainedConfig:
     """The target's configuration, long before its weights. ValueError when there is none or it cannot be used."""
-    config = load_target_config(args.model_name, args.trust_remote_code)
+    config = load_target_config(args.model_name, args.trust_remote_code, quantization=args.quantization)
+    check_target_weights(args.model_name, config)
     if args.max_length > config.max_position_embeddings:
         raise ValueError(
             f"--max_length is {args.max_length}, but the target has positions for {config.max_position_embeddings}"
@@ -437,13 +441,17 @@ def layer_placement(num_layers: int, gpus: Sequence[int]) -> dict[str, int]:
 
 def load_target(args: argparse.Namespace, accelerator: Accelerator, dtype: torch.dtype, num_layers: int) -> Target:
     attention = "sdpa" if args.attn_implementation == "flex_attention" else args.attn_implementation
-    shared = {"attn_implementation": attention, "trust_remote_code": args.trust_remote_code}
+    shared = {
+        "attn_implementation": attention,
+        "trust_remote_code": args.trust_remote_code,
+        "quantization": args.quantization,
+    }
     if args.device_map is None:
         return Target.load(args.model_name, dtype=dtype, device=accelerator.device, **shared)
     local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # processes that share this machine's GPUs
     gpus = range(accelerator.device.index or 0, torch.cuda.device_count(), local)
     placement = layer_placement(num_layers, gpus)
-    return Target(AutoModelForCausalLM.from_pretrained(args.model_name, dtype=dtype, device_map=placement, **shared))
+    return Target.load(args.model_name, dtype=dtype, device_map=placement, **shared)
 
 
 def start_from(head: SpeculationHead, path: str) -> None:

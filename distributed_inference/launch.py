@@ -21,6 +21,7 @@ from datetime import timedelta
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
+import transformers
 from transformers import PreTrainedConfig
 
 from distributed_inference.addresses import public_addresses
@@ -29,7 +30,15 @@ from distributed_inference.connections import LostRank
 from distributed_inference.layout import DRAFT_RANK, LM_HEAD_PLACES, Layout, parse_gpus
 from distributed_inference.remote import Pipeline, RemoteExecutor
 from distributed_inference.stages import Setup, StageRunner, StageServer
-from distributed_inference.startup import Environment, Group, Refused, check_same, code_version, short_sha256
+from distributed_inference.startup import (
+    SHOWN_HASH,
+    Environment,
+    Group,
+    Refused,
+    check_same,
+    code_version,
+    short_sha256,
+)
 from distributed_inference.watch import Verdict, Watch
 from evaluation_files import checkpoint_labels
 from evaluation_plan import target_of_heads
@@ -68,6 +77,7 @@ from script_utils import (
     resolve_dtype,
     show_what_can_be_shown,
 )
+from target_files import check_target_weights, target_fingerprint, tokenizer_fingerprint
 
 SHORTEST, LONGEST = 0.1, 1e6  # seconds of a timeout
 MEETING_SPARE = 5.0  # seconds beyond --meet_timeout_sec in which whoever knows more can say so
@@ -158,6 +168,7 @@ class Checked:
             check_output_file("--profile_timing", args.profile_timing)
             check_output_file("--trace", args.trace)
         self.heads, self.base_model_path, self.target_config = read_heads(args)
+        check_target_weights(self.base_model_path, self.target_config)
         self.anchors = tuple(sorted({anchor for head in self.heads.values() for anchor in head.anchors}))
         sizes = shared_split(share_ranks(args, self.heads, self.target_config))
         self.layout = Layout(sizes, args.colocate_draft, args.lm_head)
@@ -182,8 +193,12 @@ class Checked:
             "dtype": str(self.dtype).removeprefix("torch."),
             "hidden size": str(self.target_config.hidden_size),
             "vocabulary": str(self.target_config.vocab_size),
+            "attention kernels": args.attn_implementation,
+            "target checksum": target_fingerprint(self.base_model_path)[-SHOWN_HASH:],
+            "tokenizer checksum": tokenizer_fingerprint(self.base_model_path)[-SHOWN_HASH:],
             "head checksum": " ".join(short_sha256(checkpoint_file(path)) for path in self.heads),
             "code version": code_version(),
+            "torch and transformers": f"{torch.__version__} and {transformers.__version__}",
         }
 
 

@@ -239,7 +239,12 @@ def check_same(facts: list[Mapping[str, str]], describe: Callable[[int], str]) -
 def code_version() -> str:
     """A short hash of all code that decoding depends on."""
     root = Path(__file__).parents[1]
-    files = [*root.glob("distributed_inference/*.py"), *root.glob("pipeline_*.py"), root / "timeline.py"]
+    files = [
+        *root.glob("distributed_inference/*.py"),
+        *root.glob("pipeline_*.py"),
+        root / "timeline.py",
+        root / "target_files.py",
+    ]
     return files_sha256(files)[:SHOWN_HASH]
 
 

@@ -236,6 +236,7 @@ def peak_of(part, path, pipe):
     def status(name):
         return int(re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
 
+    Target.load(path, part=TargetPart(range(0)))  # what loading imports is there before
     before = status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts here
     target = Target.load(path, part=part)
@@ -249,15 +250,14 @@ def test_loading_a_part_never_needs_the_whole(tmp_path):
     """Guards against weights that are read only to be dropped: a rank's peak must follow its own layers."""
     save_target(tmp_path, layers=16, hidden_size=256, intermediate_size=1024, head_dim=64)
     peaks, weights = {}, {}
-    for count in (0, 2, 16):
+    for count in (2, 16):
         ours, theirs = CONTEXT.Pipe()
         process = CONTEXT.Process(target=peak_of, args=(TargetPart(range(count)), str(tmp_path), theirs))
         process.start()
         peaks[count], weights[count] = ours.recv()
         process.join()
-    # What loading itself needs is the same for all.
-    assert weights[16] < peaks[16] - peaks[0]
-    assert peaks[2] - peaks[0] < weights[16] / 4
+    assert weights[16] * 0.9 < peaks[16]
+    assert peaks[2] < weights[16] / 3
 
 
 def test_checkpoints_without_safetensors_are_refused(files, tmp_path):

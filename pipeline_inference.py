@@ -697,10 +697,7 @@ def token_ids(prompt: Sequence[int] | Tensor | np.ndarray, vocab_size: int) -> l
 
 
 def check_attention(attn_implementation: str, draft_top_k: int, compiled: bool = False) -> None:
-    """ValueError for attention kernels that cannot run a draft tree, or compiled stages, which have a tree's masks.
-
-    Nor can those that are not installed.
-    """
+    """ValueError for attention kernels that are not installed, or lack the masks of a tree or of compiled stages."""
     if attn_implementation.startswith("flash") and (draft_top_k > 1 or compiled):
         flag = f"--draft_top_k {draft_top_k}" if draft_top_k > 1 else "--compile"
         raise ValueError(f"{flag} needs masks that flash attention lacks: use --attn_implementation sdpa")

@@ -30,6 +30,7 @@ from script_utils import first_line, listed
 QUANTIZATIONS = ("bnb_8bit", "bnb_4bit")
 QUANTISED_PARTS = ("fp8", "bitsandbytes")  # of these a part has been seen to equal that part of the whole
 QUANTISED_NAME = re.compile(r"qweight|qzeros|scale|absmax|quant_|SCB|packed")
+SCALES = ("weight_scale_inv", "weight_scale", "scale", "qscale_weight")  # names of a weight's scale in FP8 checkpoints
 PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")  # as safetensors names them
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.tiktoken", "special_tokens_map.json", "added_tokens.json")
 TOKENIZER_FILES += ("chat_template*",)
@@ -180,27 +181,34 @@ def check_target_weights(path: str, config: PreTrainedConfig) -> None:
     """ValueError that names a weight which the files lack, have too many, or have in another shape.
 
     Takes a moment: `transformers` maps the files' tensors to the whole model, but no weight is read. Pickled weights
-    and quantised ones are looked at when they are loaded.
+    are looked at when they are loaded, and so are quantised ones: only FP8's can be mapped without their values.
     """
     try:
         stored = stored_tensors(path)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise no_target(path, error) from None
-    if quantization_of(config) is None and stored:
+    if quantization_of(config) in (None, "fp8") and stored:
         model_class = causal_class(path, config)
-        check_dtypes(path, stored)
+        check_scales(path, stored, quantised=quantization_of(config) is not None)
         check_experts(path, stored, config)
         load_weights(model_class, path, config, device_map="meta", use_safetensors=True)
 
 
-def check_dtypes(path: str, stored: Mapping[str, StoredTensor]) -> None:
-    """ValueError for weights in 8 bits or less: without their scales they are other numbers."""
+def check_scales(path: str, stored: Mapping[str, StoredTensor], quantised: bool) -> None:
+    """ValueError for weights in 8 bits or less without scales: they are other numbers than the model's.
+
+    quantised: whether config.json has a quantization_config; without one, nothing would multiply with a scale.
+    """
     for name, tensor in stored.items():
-        if name.endswith("weight") and tensor.dtype not in PLAIN_DTYPES:
+        if not name.endswith("weight") or tensor.dtype in PLAIN_DTYPES:
+            continue
+        if not quantised:
             raise ValueError(
                 f"the target {path!r} has weight {name} as {tensor.dtype}: its config.json lacks the "
                 "quantization_config that says what these numbers mean"
             )
+        if not any(name.removesuffix("weight") + scale in stored for scale in SCALES):
+            refuse_difference(path, missing=[f"{name}_scale_inv"])
 
 
 def check_experts(path: str, stored: Mapping[str, StoredTensor], config: PreTrainedConfig) -> None:
@@ -250,8 +258,8 @@ def load_weights(
 def refuse_difference(
     path: str,
     missing: Collection[str],
-    unexpected: Collection[str],
-    shapes: Sequence[tuple[str, Sequence[int], Sequence[int]]],
+    unexpected: Collection[str] = (),
+    shapes: Sequence[tuple[str, Sequence[int], Sequence[int]]] = (),
 ) -> None:
     """ValueError, in one line, if files and model differ in anything; shapes: (weight, file's, model's)."""
     faults = []

@@ -17,7 +17,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from pipeline_inference import check_length, encode_prompt
-from script_utils import read_text
+from script_utils import is_text, read_text
 
 QUESTION_FILE = "question.jsonl"
 OFFICIAL_SETS = ("mt_bench", "gsm8k", "humaneval")  # in the order of the paper's tables
@@ -99,7 +99,7 @@ def read_questions(data_dir: Path, name: str, limit: int | None = None) -> list[
             continue
         try:
             question = parse_question(json.loads(line), name, number)
-        except ValueError as error:  # json's errors among them
+        except (ValueError, RecursionError) as error:  # json's errors among them
             raise ValueError(f"{str(path)!r}, line {number}: {error}") from None
         before = lines_of.setdefault(str(question.question_id), number)
         if before != number:
@@ -126,6 +126,11 @@ def parse_question(entry: Any, dataset: str, line: int) -> Question:
         raise ValueError(f"category is {category!r}: it must be a string")
     if not isinstance(turns, list) or not turns or not isinstance(turns[0], str) or not turns[0].strip():
         raise ValueError("turns must be a list that starts with a text")
+    for text in (str(question_id), category, turns[0]):
+        if not is_text(text):
+            raise ValueError(
+                f"{text!r} has half a character (a lone surrogate), which no file can hold: write it whole"
+            )
     return Question(dataset, question_id, category, turns[0], line)
 
 

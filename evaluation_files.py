@@ -25,12 +25,13 @@ from typing import Any
 
 import torch
 
-from evaluation_metrics import Row, row_key
+from evaluation_metrics import Row, check_row, row_key
 from pipeline_model import CHECKPOINT_NAME, checkpoint_file
 from script_utils import write_json
 
 PREFIX = "pipeline_eval"  # of the files of eval.py
 MP_PREFIX = "mp_pipeline_eval"  # of those of a pipeline of ranks
+LONGEST_NAME = 240  # bytes of a file name: file systems take 255, and temporary files need some more
 # The code that makes tokens and times: rows of two versions of it are not mixed.
 DECODING_CODE = ("pipeline_model.py", "target_files.py", "pipeline_inference.py", "timeline.py")
 
@@ -122,6 +123,11 @@ class RowLog:
 
     def check(self, settings: Mapping[str, Any], *, resume: bool) -> None:
         """ValueError when there are rows and they must not or cannot be continued; names the setting that differs."""
+        if len(os.fsencode(self.path.name)) > LONGEST_NAME:
+            raise ValueError(
+                f"the file name {self.path.name!r} would pass {LONGEST_NAME} bytes: "
+                "give the checkpoint or the target's folder a shorter name"
+            )
         if not self.path.exists() and not self.record.exists():
             return
         if not resume:
@@ -129,8 +135,8 @@ class RowLog:
                 f"{str(self.path)!r} is there already: go on with --resume, or choose another --output_dir"
             )
         try:
-            theirs = json.loads(self.record.read_text(encoding="utf-8"))["settings"]
-        except (OSError, ValueError, KeyError):
+            theirs = dict(json.loads(self.record.read_text(encoding="utf-8"))["settings"])
+        except (OSError, ValueError, KeyError, TypeError):
             raise ValueError(
                 f"{str(self.path)!r} cannot be resumed: its settings, {str(self.record)!r}, are missing or damaged; "
                 "choose another --output_dir"
@@ -158,7 +164,7 @@ class RowLog:
         for number, line in enumerate(data[:whole].splitlines(), start=1):
             try:
                 row = json.loads(line)
-                rows[row_key(row)] = row
+                rows[row_key(row)] = check_row(row)
             except (ValueError, KeyError, TypeError):
                 raise ValueError(f"{str(self.path)!r}, line {number} is no row: remove the line") from None
         return rows

@@ -189,6 +189,16 @@ def row_key(row: Mapping[str, Any]) -> Key:
     return row["dataset"], str(row["question_id"])
 
 
+def check_row(row: Row) -> Row:
+    """The row as it is. KeyError when it lacks what others are compared with."""
+    missing = {"prompt_sha256"} - row.keys()
+    if "error" not in row:
+        missing |= {"new_tokens", "decode_wall_sec", "output_ids"} - row.keys()
+    if missing:
+        raise KeyError(*sorted(missing))
+    return row
+
+
 def is_whole(row: Mapping[str, Any], sample: Sample) -> bool:
     """Whether a stored row answers this sample's prompt, without a failure: then it need not run again."""
     return row["prompt_sha256"] == sample.prompt_sha256 and "error" not in row and "baseline_error" not in row

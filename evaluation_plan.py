@@ -109,7 +109,8 @@ def check_flags(args: argparse.Namespace) -> None:
     if args.force_baseline_recompute and (args.resume or not args.baseline):
         other = "--resume would mix two baselines in one run" if args.resume else "--no-baseline leaves nothing to do"
         raise ValueError(f"--force_baseline_recompute with {other}: drop one of the two")
-    check_output_folder("--output_dir", args.output_dir)
+    for folder in (args.output_dir, args.output_dir / "raw", args.output_dir / "summary"):
+        check_output_folder("--output_dir", folder)
     check_output_folder("--baseline_cache_dir", args.baseline_cache_dir)
 
 
@@ -132,12 +133,12 @@ def target_of_heads(paths: Sequence[str], config_class: type[HeadConfig] | None)
 
 
 def parse_devices(values: Sequence[str]) -> list[str]:
-    """Devices of the workers, one a process, from --gpus: GPU ids (also "0, 1"), "cpu", or "auto" alone; "" is auto.
+    """Devices of the workers, one a process, from --gpus: GPU ids (also "0, 1"), "cpu", or "auto" alone.
 
     ValueError for a GPU that is not there or named twice, for devices of several kinds, and for anything else.
     """
     names = [name.strip() for value in values for name in value.split(",") if name.strip()]
-    if names == ["auto"] or not "".join(values).strip():
+    if names == ["auto"]:
         return ["cuda:0" if torch.cuda.is_available() else "cpu"]
     for name in names:
         if name != "cpu" and not name.isdecimal():
@@ -205,6 +206,8 @@ class Planner:
         runs = [self.planned(shared, *values) for values in itertools.product(*map(dict.fromkeys, axes))]
         for planned in runs:
             planned.files.rows.check(planned.settings, resume=args.resume)
+            for rows in (planned.files.rows, planned.baseline_rows):
+                rows.read(repair=False)  # damaged rows are found now, not after the target is loaded
         read_summaries(args.output_dir, runs[0].files.prefix)  # the table will show them, too
         return Plan(runs, self.samples, self.options, self.devices, self.tokenizer, self.note)
 

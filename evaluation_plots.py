@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -22,6 +23,14 @@ SPEEDUPS = {  # metric -> legend and colour
 
 def plot_summary(summary: Mapping[str, Any], path: Path) -> None:
     """Write the picture of a summary as PNG, atomically."""
+    with rc_context({"text.parse_math": False}):  # a $ in a name is a dollar
+        figure = draw_summary(summary)
+        with atomic_open(path, "wb") as file:
+            figure.savefig(file, dpi=120, format="png")
+
+
+def draw_summary(summary: Mapping[str, Any]) -> Figure:
+    """The picture of a summary."""
     figure = Figure(figsize=(12, 8), layout="constrained")  # without pyplot there is no display to need
     settings = summary["settings"]
     figure.suptitle(
@@ -37,8 +46,7 @@ def plot_summary(summary: Mapping[str, Any], path: Path) -> None:
     for axis in axes.flat:
         axis.grid(axis="y", alpha=0.3)
         axis.set_axisbelow(True)
-    with atomic_open(path, "wb") as file:
-        figure.savefig(file, dpi=120, format="png")
+    return figure
 
 
 def plot_speedups(axis: Axes, summary: Mapping[str, Any]) -> None:

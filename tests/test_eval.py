@@ -545,6 +545,21 @@ def test_resume_needs_the_settings_file_and_whole_rows(files, tmp_path, capsys, 
     lines = log.read_bytes().splitlines(keepends=True)
     log.write_bytes(lines[0] + b'{"dataset": 3\n' + lines[2])
     assert "line 2 is no row" in refusal(files, tmp_path, capsys, monkeypatch, "--resume")
+    log.write_bytes(lines[0] + b'{"dataset": "first", "question_id": 9}\n')
+    assert "line 2 is no row" in refusal(files, tmp_path, capsys, monkeypatch, "--resume")
+    log.write_bytes(b"".join(lines))
+    (baseline,) = (tmp_path / "baseline_cache").glob("*.jsonl")
+    rows = baseline.read_bytes()
+    baseline.write_bytes(b"x" + rows)
+    monkeypatch.setattr(Evaluator, "__init__", lambda *_: pytest.fail("the target was loaded"))
+    assert "baseline__target__T0__" in refusal(files, tmp_path, capsys, monkeypatch, "--resume")
+    baseline.write_bytes(rows)
+    (summary,) = (tmp_path / "summary").glob("*__summary.json")
+    summary.write_text("{")
+    assert "is no summary of an evaluation" in refusal(files, tmp_path, capsys, monkeypatch, "--resume")
+    for damaged in ("[]", '{"settings": 3}'):
+        record.write_text(damaged)
+        assert "its settings, " in refusal(files, tmp_path, capsys, monkeypatch, "--resume")
     record.unlink()
     assert "its settings, " in refusal(files, tmp_path, capsys, monkeypatch, "--resume")
 
@@ -678,6 +693,9 @@ BAD_FLAGS = [
     (["--gpus", "first"], "--gpus has 'first': give GPU ids (0 1 2), cpu, or auto alone"),
     (["--gpus", "-1"], "--gpus has '-1'"),
     (["--gpus", ","], "--gpus lists nothing"),
+    (["--gpus", ""], "argument --gpus: the value is empty"),
+    (["--datasets", "half"], "half/question.jsonl', line 1: 'w1 \\ud83d' has half a character"),
+    (["--datasets", "deep"], "deep/question.jsonl', line 1: maximum recursion depth"),
     (["--enable_thinking", "--no_chat_template"], "cannot go with --no_chat_template"),
     (["--force_baseline_recompute", "--resume"], "would mix two baselines"),
     (["--force_baseline_recompute", "--no-baseline"], "leaves nothing to do"),
@@ -696,6 +714,9 @@ def bad_files(files, tmp_path_factory):
     for name, lines in {"broken": [good[0], good[1][:-5]], "empty": []}.items():
         (folder / "data" / name).mkdir()
         (folder / "data" / name / "question.jsonl").write_text("\n".join(lines))
+    for name, line in {"half": '{"turns": ["w1 \\ud83d"]}', "deep": "[" * 100_000}.items():
+        (folder / "data" / name).mkdir()
+        (folder / "data" / name / "question.jsonl").write_text(line)
     save_head(tiny_head(tiny_target("llama", vocab_size=67), (2, 2)), folder / "vocabulary.pt")
     payload = torch.load(folder / "head" / CHECKPOINT_NAME, weights_only=True)
     payload["state_dict"].pop("lm_head.weight")
@@ -732,6 +753,11 @@ def test_output_that_cannot_be_written_is_refused(files, tmp_path, capsys, monke
     """Guards against losing a run at its first row."""
     (tmp_path / "file").write_text("")
     assert "is no folder" in refusal(files, tmp_path / "file" / "output", capsys, monkeypatch)
+    for name in ("raw", "summary"):
+        output = tmp_path.with_name(f"{tmp_path.name}_{name}")
+        output.mkdir()
+        (output / name).write_text("")
+        assert f"{output}/{name}" in refusal(files, output, capsys, monkeypatch)
     flags = ["--baseline_cache_dir", str(tmp_path / "file")]
     assert "is no folder" in refusal(files, tmp_path / "output", capsys, monkeypatch, *flags)
     assert decoded == []
@@ -759,7 +785,7 @@ def test_devices(monkeypatch):
     assert parse_devices(["cpu", "cpu"]) == ["cpu", "cpu"]
     for available, expected in [(True, ["cuda:0"]), (False, ["cpu"])]:
         monkeypatch.setattr(torch.cuda, "is_available", lambda available=available: available)
-        assert parse_devices(["auto"]) == parse_devices([""]) == expected
+        assert parse_devices(["auto"]) == expected
     for names, complaint in [
         (["3"], "--gpus has 3, but this machine has 3 GPUs"),
         (["1", "1"], "a GPU named twice"),
@@ -769,6 +795,14 @@ def test_devices(monkeypatch):
     ]:
         with pytest.raises(ValueError, match=re.escape(complaint)):
             parse_devices(names)
+
+
+def test_names_too_long_for_a_file_are_refused(files, tmp_path, capsys, monkeypatch):
+    """Guards against a run that ends at its first row, as a head's long name makes file names that no disk takes."""
+    long = f"{'a' * 240}.pt"
+    shutil.copy(files / "deep.pt", tmp_path / long)
+    message = refusal(files, tmp_path / "output", capsys, monkeypatch, heads=[tmp_path / long])
+    assert "__per_sample.jsonl' would pass 240 bytes: give the checkpoint or the target's folder a shorter" in message
 
 
 def test_uneven_splits_are_named():

@@ -504,6 +504,13 @@ def test_plots_are_drawn_from_any_summary(tmp_path, kind):
     assert [file.name for file in path.parent.iterdir()] == ["plots.png"]
 
 
+def test_names_with_dollars_are_drawn(tmp_path):
+    """Guards against a data set's name that the plot takes for a formula, so that the run ends in a traceback."""
+    rows = [row | {"dataset": r"a$\frac$"} for row in hand_made_rows()]
+    plot_summary(summarise(rows, SETTINGS, COSTS, 5), tmp_path / "plots.png")
+    assert (tmp_path / "plots.png").is_file()
+
+
 def test_plotted_bars_are_the_summarys_figures(monkeypatch, tmp_path):
     """Guards against bars in another order than their labels, or heights of another metric."""
     from matplotlib.figure import Figure

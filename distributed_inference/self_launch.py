@@ -10,6 +10,7 @@ import argparse
 import io
 import logging
 import os
+import signal
 import sys
 import uuid
 from collections.abc import Sequence
@@ -116,8 +117,18 @@ def command_line(flags: dict[str, str | list]) -> list[str]:
 def start_ranks(world_size: int, command: Sequence[str]) -> int:
     """Run a script on so many ranks of this machine. Returns 0, or the exit code of the rank that failed first.
 
-    SIGINT, SIGTERM, SIGHUP and SIGQUIT are passed on to the ranks; the code is 128 plus the signal's number then.
+    SIGINT, SIGTERM, SIGHUP and SIGQUIT reach the ranks as SIGTERM, which ends them without a word while they still
+    import, and with one line later; the code is 128 plus the number of the signal that came.
     """
+    came: list[int] = []
+
+    def stop(number: int, _: object) -> NoReturn:
+        came.append(number)
+        raise SignalException(signal.Signals(number).name, signal.SIGTERM)
+
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup and a shell's background jobs have them
+            signal.signal(number, stop)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
     logging.disable(logging.CRITICAL)  # torch's reports of failed processes: the ranks have given their reasons
     with TemporaryDirectory(prefix="ranks_") as folder:
@@ -130,6 +141,7 @@ def start_ranks(world_size: int, command: Sequence[str]) -> int:
             rdzv_endpoint="localhost:0",  # any free port
             local_addr="localhost",
             max_restarts=0,
+            signals_to_handle="SIGTERM",
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
         try:
@@ -137,6 +149,6 @@ def start_ranks(world_size: int, command: Sequence[str]) -> int:
         except ChildFailedError as error:
             _, failure = error.get_first_failure()
             return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
-        except SignalException as stop:
-            return 128 + stop.sigval
+        except SignalException as stopped:
+            return 128 + (came[0] if came else stopped.sigval)
     return 0

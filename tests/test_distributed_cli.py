@@ -289,7 +289,9 @@ def _as_before(caplog):
     """Undo what launching does to this process; torch's reports go to `caplog`."""
     torchs = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
     torchs.addHandler(caplog.handler)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    handlers = {
+        number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    }
     yield
     torchs.removeHandler(caplog.handler)
     logging.disable(logging.NOTSET)
@@ -304,12 +306,10 @@ def _as_before(caplog):
         ("assert os.environ['WORLD_SIZE'] == '2'", 0),
         ("sys.exit(3 * (os.environ['RANK'] == '1'))", 3),
         ("os.environ['RANK'] == '0' and os.kill(os.getpid(), 9)", 128 + 9),
-        (
-            "time.sleep(1); os.environ['RANK'] == '0' and os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)",
-            128 + signal.SIGTERM,
-        ),
+        ("stop_all(signal.SIGTERM)", 128 + signal.SIGTERM),
+        ("stop_all(signal.SIGINT)", 128 + signal.SIGINT),
     ],
-    ids=["all well", "a rank's own code", "a killed rank", "a signal"],
+    ids=["all well", "a rank's own code", "a killed rank", "SIGTERM", "Ctrl-C"],
 )
 def test_exit_codes_are_those_of_the_ranks(tmp_path, body, code, capfd, caplog):
     """Guards against a failure that ends with 0 or in the launcher's own words, and ranks that outlive a signal."""
@@ -318,11 +318,13 @@ def test_exit_codes_are_those_of_the_ranks(tmp_path, body, code, capfd, caplog):
     script.write_text(
         f"import os, signal, sys, time\n"
         f"def stop(*_):\n    {note}\n    sys.exit(1)\n"
+        f"def stop_all(number):\n    time.sleep(1)\n    if os.environ['RANK'] == '0':\n"
+        f"        os.kill(os.getppid(), number)\n    time.sleep(60)\n"
         f"signal.signal(signal.SIGTERM, stop)\n{body}\n"
     )
     assert start_ranks(2, [str(script)]) == code
     assert (capfd.readouterr().err, caplog.records) == ("", [])
-    if code == 128 + signal.SIGTERM:
+    if "stop_all" in body:
         assert sorted(path.name for path in tmp_path.glob("signal*")) == ["signal0", "signal1"]
 
 

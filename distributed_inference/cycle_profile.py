@@ -10,7 +10,7 @@ from statistics import median
 from typing import NamedTuple
 
 from script_utils import run_record, write_json
-from timeline import DRAFT, VERIFY, WAIT, Timeline, write_trace
+from timeline import DRAFT, VERIFY, WAIT, Timeline, stage_index, write_trace
 
 COLUMNS = ("cycle", "draft", "slowest_stage", "wait", "verify", "rest")
 
@@ -25,6 +25,7 @@ class Cycle(NamedTuple):
     wait: float
     verify: float
     rest: float
+    stages: Mapping[str, float]  # row -> seconds, of the stages that ran
 
 
 def cycles(timeline: Timeline, fills: Sequence[int], own_stage: str | None) -> list[Cycle]:
@@ -42,7 +43,7 @@ def cycles(timeline: Timeline, fills: Sequence[int], own_stage: str | None) -> l
         own = seconds.get(own_stage, 0.0) if own_stage else 0.0
         slowest = max(seconds.values(), default=0.0)
         rest = total - sum(parts.values()) - own
-        found.append(Cycle(fills[index], total, parts[DRAFT], slowest, parts[WAIT], parts[VERIFY], rest))
+        found.append(Cycle(fills[index], total, parts[DRAFT], slowest, parts[WAIT], parts[VERIFY], rest, seconds))
     return found
 
 
@@ -55,6 +56,18 @@ def by_fill(found: Iterable[Cycle]) -> list[dict[str, float]]:
         {"fill": fill, "cycles": len(group)}
         | {f"{name}_ms": round(median(getattr(cycle, name) for cycle in group) * 1e3, 4) for name in COLUMNS}
         for fill, group in sorted(groups.items())
+    ]
+
+
+def by_stage(found: Iterable[Cycle]) -> list[dict[str, float]]:
+    """Median milliseconds of each stage, over the cycles in which it ran."""
+    groups: dict[int, list[float]] = defaultdict(list)
+    for cycle in found:
+        for row, seconds in cycle.stages.items():
+            groups[stage_index(row)].append(seconds)
+    return [
+        {"stage": stage, "cycles": len(group), "median_ms": round(median(group) * 1e3, 4)}
+        for stage, group in sorted(groups.items())
     ]
 
 
@@ -77,8 +90,9 @@ def write_reports(args: argparse.Namespace, profiles: Mapping[str, Sequence[Cycl
         by_run = {label: by_fill(found) for label, found in profiles.items()}
         for label, rows in by_run.items():
             print(f"\n{label}" * (len(by_run) > 1) + f"\n{table(rows)}")
-        together = by_fill(itertools.chain.from_iterable(profiles.values()))
-        write_json(args.profile_timing, {"by_fill": together, "by_run": by_run} | run_record(args))
+        together = list(itertools.chain.from_iterable(profiles.values()))
+        report = {"by_fill": by_fill(together), "by_stage": by_stage(together), "by_run": by_run}
+        write_json(args.profile_timing, report | run_record(args))
     if traces:
         write_trace(args.trace, traces)
         print(f"\nTrace written to {args.trace}: open it at ui.perfetto.dev")

@@ -21,7 +21,7 @@ from distributed_inference.cycle_profile import Cycle, cycles, write_reports
 from distributed_inference.launch import Checked, Lead, RankParser, add_arguments
 from distributed_inference.self_launch import run
 from pipeline_inference import PROMPTS, Generation, Sampling, TextStream, encode_prompt, load_tokenizer, result_line
-from timeline import stage_row
+from timeline import stage_row, time_table
 
 PROMPT = PROMPTS[0]
 
@@ -65,6 +65,8 @@ class Example:
             generation = decoder.start(ids, args.max_new_tokens)
             self._stream(generation)
             print(f"\n{result_line('pipeline', generation.result, num_spec_layers)}", flush=True)
+            if args.profile_timing:
+                print(time_table(generation.result.timings, generation.result.cycles), flush=True)
             own_stage = stage_row(0) if lead.layout.colocated else None
             profile += cycles(generation.timeline, decoder.executor.fills, own_stage)
             if args.trace:

@@ -74,7 +74,12 @@ def test_example_prints_the_pipelines_text_and_times(files, tmp_path):
     assert f"{result.cycles} cycles, n = 2, alpha {result.alpha:.2f} ({result.n_accepted}/11)" in out
     assert re.search(r"^rank 0 \(draft\) +cpu +none", out, re.M)
     assert re.search(r"^rank 2 \(stage 1\) +cpu +1-3", out, re.M)
-    rows = json.loads((tmp_path / "profile.json").read_text())["by_fill"]
+    assert re.search(r"^\| stage 1 \| [\d.]+ \| [\d.]+ \|$", out, re.M)
+    assert f"| {result.timings.rollbacks} rollbacks | " in out
+    profile = json.loads((tmp_path / "profile.json").read_text())
+    assert [row["stage"] for row in profile["by_stage"]] == [0, 1]
+    assert all(row["median_ms"] > 0 and 0 < row["cycles"] < result.cycles for row in profile["by_stage"])
+    rows = profile["by_fill"]
     assert sum(row["cycles"] for row in rows) == result.cycles - 1
     assert {row["fill"] for row in rows} == {1, 2}
     for row in rows:

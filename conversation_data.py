@@ -118,7 +118,7 @@ class Options:
             raise ValueError(f"min_length is {self.min_length}; it has to be at least 1")
         if self.max_length is not None and self.max_length < self.min_length:
             raise ValueError(
-                f"max_length {self.max_length} is below min_length {self.min_length}: no example could satisfy both"
+                f"max_length is {self.max_length}, below min_length, {self.min_length}: no example could satisfy both"
             )
 
 
@@ -585,7 +585,7 @@ def hold_out(rows: datasets.Dataset, fraction: float, seed: int) -> tuple[datase
         held_out.add(max(files.values(), key=len)[0])
     if len(held_out) == seen:
         raise ValueError(
-            f"val_fraction {fraction} of {seen} conversations leaves none to train on; give more data or 0"
+            f"val_fraction is {fraction}: of {seen} conversations it leaves none to train on; give more data or 0"
         )
     is_val = np.fromiter((name in held_out for name in conversation_of), dtype=bool, count=len(conversation_of))
     return rows.select(np.flatnonzero(~is_val)), rows.select(np.flatnonzero(is_val))

@@ -36,6 +36,7 @@ from evaluation_metrics import (
 from evaluation_plan import Plan, PlannedRun, Planner
 from evaluation_plots import plot_summary
 from evaluation_workers import Task, Workers
+from pipeline_inference import print_unused_settings
 from pipeline_model import ATTN_IMPLEMENTATIONS
 from script_utils import (
     Parser,
@@ -205,6 +206,7 @@ def main(args: argparse.Namespace) -> int:
     planner = Planner(args)
     plan = planner.plan()
     print(plan.note)
+    print_unused_settings(planner.args.base_model_path)
     with Workers(plan.options, plan.devices) as workers:
         return Evaluation(planner.args, plan, workers).run()
 

@@ -1183,9 +1183,7 @@ class Demo:
 
     def run(self) -> int:
         """Print every prompt's generations; write the trace. Exit code 1 for a difference that must not be."""
-        note = unused_settings_note(self.base_model_path)
-        if note is not None:
-            print(note)
+        print_unused_settings(self.base_model_path)
         failed, traces = False, {}
         for number, (prompt, ids) in enumerate(self.prompts, start=1):
             print(self.paint(f"\nPrompt {number}/{len(self.prompts)}: {prompt}", "bold"))
@@ -1283,20 +1281,24 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
         raise ValueError(f"no tokenizer at {path!r}: the target's folder must hold tokenizer.json") from None
 
 
-def unused_settings_note(path: str) -> str | None:
-    """One line about what a target's generation_config.json asks for and decoding does not do; None where nothing is.
+def unused_settings(path: str) -> list[str]:
+    """What a target's generation_config.json asks for and decoding does not do.
 
     Its end ids are used; sampling is what the caller says, for the target and the pipeline alike.
     """
     try:
         settings = GenerationConfig.from_pretrained(path).to_diff_dict()
     except (OSError, ValueError):
-        return None
+        return []
     known = re.compile(r"_.*|.*_token_id|transformers_version|use_cache")  # used, or nothing that changes the text
-    unused = [name for name, value in settings.items() if value not in (None, False) and not known.fullmatch(name)]
-    if not unused:
-        return None
-    return f"[note] of the target's generation_config.json the end ids alone are used, not {', '.join(unused)}"
+    return [name for name, value in settings.items() if value not in (None, False) and not known.fullmatch(name)]
+
+
+def print_unused_settings(path: str) -> None:
+    """Say in one line what `unused_settings` finds, if anything."""
+    unused = unused_settings(path)
+    if unused:
+        print(f"[note] of the target's generation_config.json the end ids alone are used, not {', '.join(unused)}")
 
 
 def encode_prompt(

@@ -352,7 +352,9 @@ class HeadConfig:
             return split_layers(num_layers, self.num_stages, self.stage_layers)
         trained = self.trained_num_stages or (self.num_stages,)
         if num_stages not in trained:
-            raise ValueError(f"num_stages is {num_stages}, but the head was trained for {', '.join(map(str, trained))}")
+            raise ValueError(
+                f"--num_stages is {num_stages}, but the head was trained for {', '.join(map(str, trained))}"
+            )
         return split_layers(num_layers, num_stages)
 
     def check_target(self, target_config: PreTrainedConfig) -> None:

@@ -44,6 +44,9 @@ DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG, 
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+SETTING = re.compile(r"(?<![\w'\"/.-])[a-z]+(?:_[a-z0-9]+)+\b(?!['\"/.=])")  # a name in a message, not quoted, no path
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line on stderr, exit code 2, and whose help shows defaults.
 
@@ -69,15 +72,19 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {self.as_typed(message)}\n")
 
     def as_typed(self, message: str) -> str:
-        """The message on one line. The setting that it begins with is named as the user typed it: `--top_k is -1`.
+        """The message on one line, with the dashes of flags, if it begins with a setting, as in `top_k is -1`.
 
-        Functions that serve Python callers too name a setting without the dashes.
+        Functions that serve Python callers too name a setting without them. What they say of a file begins with its path.
         """
         message = " ".join(message.split())
         if len(message) > 1200:  # a value that nobody reads: what is wrong stands before it, the way out after it
             message = f"{message[:800]} [...] {message[-300:]}"
-        setting = re.match(r"(\w+) (is|lists) ", message)
-        return f"--{message}" if setting and f"--{setting[1]}" in self._option_string_actions else message
+        flags = self._option_string_actions
+        first = re.match(r"(?:an entry of )?(\w+_\w+|\w+(?= is | lists ))", message)
+        if first is None or f"--{first[1]}" not in flags:
+            return message
+        text = message[: first.start(1)] + "--" + message[first.start(1) :]
+        return SETTING.sub(lambda name: f"--{name[0]}" if f"--{name[0]}" in flags else name[0], text)
 
 
 def is_text(text: str) -> bool:

@@ -32,7 +32,7 @@ from evaluation_methods import Run
 from evaluation_metrics import Row, sample_row
 from evaluation_plan import PlannedRun, Planner
 from evaluation_workers import WARMUP_PROMPT, Task, compared, sample_seed
-from pipeline_inference import Decoder, Generation
+from pipeline_inference import Decoder, Generation, print_unused_settings
 from script_utils import Switch
 from timeline import stage_row
 
@@ -129,6 +129,7 @@ class DistributedEvaluation:
 
     def run(self, lead: Lead) -> int:
         print(self.plan.note, flush=True)
+        print_unused_settings(lead.checked.base_model_path)
         labels = {planned.run: planned.settings["label"] for planned in self.plan.runs}
         workers = PipelineWorker(lead, labels, keep_trace=self.args.trace is not None)
         code = evaluation.Evaluation(self.arguments, self.plan, workers).run()

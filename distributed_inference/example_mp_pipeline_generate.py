@@ -20,7 +20,16 @@ from chat_template import use_template
 from distributed_inference.cycle_profile import Cycle, cycles, write_reports
 from distributed_inference.launch import Checked, Lead, RankParser, add_arguments
 from distributed_inference.self_launch import run
-from pipeline_inference import PROMPTS, Generation, Sampling, TextStream, encode_prompt, load_tokenizer, result_line
+from pipeline_inference import (
+    PROMPTS,
+    Generation,
+    Sampling,
+    TextStream,
+    encode_prompt,
+    load_tokenizer,
+    print_unused_settings,
+    result_line,
+)
 from timeline import stage_row, time_table
 
 PROMPT = PROMPTS[0]
@@ -58,6 +67,7 @@ class Example:
         decoder = lead.speculative(path, Sampling(*args.temperature, args.top_k, args.top_p), *args.draft_top_k)
         num_spec_layers = lead.checked.heads[path].num_spec_layers
         lead.warm_up(self.prompts[0][1], decoder)
+        print_unused_settings(lead.checked.base_model_path)
         profile: list[Cycle] = []
         traces = {}
         for number, (prompt, ids) in enumerate(self.prompts, start=1):

@@ -20,7 +20,7 @@ import pipeline_inference
 import timeline
 from benchmarks import colocated_speed, plan_stages
 from distributed_inference import eval_mp_pipeline_dataset, example_mp_pipeline_generate
-from pipeline_inference import PROMPTS, Demo, Verdict, build_parser, encode_prompt, main, unused_settings_note
+from pipeline_inference import PROMPTS, Demo, Verdict, build_parser, encode_prompt, main, unused_settings
 from pipeline_model import CHECKPOINT_NAME, Target, load_head, save_head
 from script_utils import Parser, atomic_open, first_line, quiet_libraries, run_script
 from tests.tiny import CHAT_TEMPLATE, hf_greedy, save_target, spd_decoder, tiny_head, tiny_target
@@ -196,8 +196,7 @@ def test_settings_of_the_target_that_are_not_used_are_named(tmp_path, fields, un
     save_target(tmp_path)
     written = json.loads((tmp_path / "generation_config.json").read_text())
     (tmp_path / "generation_config.json").write_text(json.dumps(written | fields))
-    note = unused_settings_note(str(tmp_path))
-    assert sorted(note.split(", not ")[1].split(", ") if note else []) == unused
+    assert sorted(unused_settings(str(tmp_path))) == unused
 
 
 def test_the_note_about_settings_is_printed_once(tmp_path, capsys):
@@ -539,6 +538,27 @@ def test_operating_system_errors_that_are_no_path_stay_tracebacks(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["script.py"])
     with pytest.raises(PermissionError):
         run_script(defect, Parser(prog="script.py"))
+
+
+MESSAGES = {
+    "top_k is -1: it must be": "--top_k is -1: it must be",
+    "seed is 5: it must fit": "--seed is 5: it must fit",
+    "draft_top_k lists 3, but max_new_tokens is 2": "--draft_top_k lists 3, but --max_new_tokens is 2",
+    "an entry of top_k is 0": "an entry of --top_k is 0",
+    "top_k sums to 3": "--top_k sums to 3",
+    "top_k is 'max_new_tokens', see a/top_k or top_k.pt": "--top_k is 'max_new_tokens', see a/top_k or top_k.pt",
+    "--top_k is 3, but top_p": "--top_k is 3, but top_p",
+    "'head.pt': top_k is 3": "'head.pt': top_k is 3",  # a field of the file
+    "the seed of top_k": "the seed of top_k",
+    "num_stages is 3": "num_stages is 3",  # no flag of this script
+    "seed in\n two lines": "seed in two lines",
+}
+
+
+@pytest.mark.parametrize(("message", "expected"), MESSAGES.items(), ids=list(MESSAGES))
+def test_messages_name_flags_as_typed(message, expected):
+    """Guards against a name in an error that no flag has, and dashes before what is none."""
+    assert build_parser().as_typed(message) == expected
 
 
 @pytest.mark.parametrize(

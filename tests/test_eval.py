@@ -688,7 +688,7 @@ BAD_FLAGS = [
     (["--top_p", "0"], "top_p is 0.0"),
     (["--draft_top_k", "1", "0"], "draft_top_k is 0"),
     (["--draft_top_k", "2", "--attn_implementation", "flash_attention_2"], "use --attn_implementation sdpa"),
-    (["--num_stages", "3"], "head': num_stages is 3, but the head was trained for 2"),
+    (["--num_stages", "3"], "head': --num_stages is 3, but the head was trained for 2"),
     (["--gpus", "99"], "--gpus has 99, but this machine has"),
     (["--gpus", "first"], "--gpus has 'first': give GPU ids (0 1 2), cpu, or auto alone"),
     (["--gpus", "-1"], "--gpus has '-1'"),

@@ -624,7 +624,7 @@ def test_layers_are_placed_so_that_hidden_states_end_beside_the_head():
         (["--version", "10", "--aggr_feature_bound", "0,2"], "--aggr_feature_bound does not belong to --version 10"),
         (["--version", "10", "--num_stages", "2,4"], "made for one n"),
         (["--version", "10", "--stage_layers", "1;1;1;1"], "made for one n and an even split"),
-        (["--version", "10", "--shallow_hidden_layer_indices", "0,2;0,1"], "must hold num_stages, 4, lists"),
+        (["--version", "10", "--shallow_hidden_layer_indices", "0,2;0,1"], "must hold --num_stages, 4, lists"),
         (["--version", "10", "--shallow_hidden_layer_indices", "4;3;2;0,2"], "g_1 reads layer 2, but the first 1 of 4"),
         (["--version", "10", "--shallow_hidden_layer_indices", "0,2;x"], "shallow_hidden_layer_indices is '0,2;x'"),
         (["--shallow_hidden_layer_indices", "0,2;0,1"], "does not belong to --version 11"),

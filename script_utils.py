@@ -74,7 +74,7 @@ class Parser(argparse.ArgumentParser):
     def as_typed(self, message: str) -> str:
         """The message on one line, with the dashes of flags, if it begins with a setting, as in `top_k is -1`.
 
-        Functions that serve Python callers too name a setting without them. A complaint about a file begins with its path.
+        Functions that serve Python callers too name it without them. A complaint about a file begins with its path.
         """
         message = " ".join(message.split())
         if len(message) > 1200:  # a value that nobody reads: what is wrong stands before it, the way out after it

@@ -23,10 +23,11 @@ demo: demo_target
 	@$(RUN) pipeline_inference.py --base_model_path $(DEMO_TARGET) --spec_head_ckpt $(DEMO_HEAD) --max_new_tokens 80 \
 		--prompt "What is the capital of France?" "Write a short poem about the sea." "Explain what a prime number is."
 
-# Two processes, each with whole files; OMP_NUM_THREADS keeps what they start from fighting over the cores. Then, one
-# after the other, the tests that compare times.
+# Two processes, each with whole files, in alphabetical order: sorted by their number of tests, a file with few long
+# ones would come last. OMP_NUM_THREADS keeps what they start from fighting over the cores. Then, one after the other,
+# the tests that compare times.
 test: $(INSTALLED)
-	@OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 2 --dist loadfile -m "not slow and not alone"
+	@OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not alone"
 	@OMP_NUM_THREADS=1 $(RUN) -m pytest -q -m alone
 
 lint: $(INSTALLED)

@@ -1,8 +1,12 @@
 """The benchmarks on a tiny target: what they time, what they print, what they refuse."""
 
+import contextlib
+import io
 import json
 import re
+import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +14,7 @@ import torch
 from benchmarks import cycle_time, muon_step, train_throughput
 from pipeline_inference import SPDDrafter
 from pipeline_model import SpeculationHead
+from tests.ranks import CONTEXT
 from tests.tiny import CHAT_TEMPLATE, save_target
 
 CARD = ["target", "machine", "bfloat16", "versions"]
@@ -91,11 +96,31 @@ def test_the_timed_draft_is_that_of_a_steady_cycle(folder, monkeypatch):
     assert drafts[-4:] == [steady] * 4
 
 
+def child(command, pipe):
+    """In a process of its own: a benchmark's command line, and what it prints."""
+    sys.argv, printed = command[1:], io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        train_throughput.main(train_throughput.build_parser().parse_args(sys.argv[1:]))
+    pipe.send(printed.getvalue())
+
+
+def run_forked(command, **_):
+    """`subprocess.run` for a benchmark, without paying for its imports."""
+    ours, theirs = CONTEXT.Pipe(duplex=False)
+    process = CONTEXT.Process(target=child, args=(command, theirs))
+    process.start()
+    theirs.close()
+    out = ours.recv()
+    process.join()
+    return subprocess.CompletedProcess(command, process.exitcode, out, "")
+
+
 def test_train_throughput_reports_what_it_measured(folder, capsys, monkeypatch):
     """Guards against a plain form that computes another loss, wrong rates, and a child process that fails unseen."""
     more = ["--batch_size", "2", "--length", "24", "--steps", "1", "--autocast", "none"]
     command = [train_throughput.__file__, *flags(folder, *more)]
     monkeypatch.setattr(sys, "argv", command)  # memory is measured in children that run the same command
+    monkeypatch.setattr(subprocess, "run", run_forked)
     train_throughput.main(train_throughput.build_parser().parse_args(command[1:]))
     out = capsys.readouterr().out
     result = json.loads(out.splitlines()[-1])
@@ -125,8 +150,10 @@ def test_flags_that_cannot_be_are_refused(folder, flag, value, message):
         cycle_time.main(cycle_time.build_parser().parse_args(flags(folder, flag, value)))
 
 
-def test_muon_step_times_all_three_kinds(folder, capsys):
+def test_muon_step_times_all_three_kinds(folder, capsys, monkeypatch):
     """Guards against a ratio of other numbers than those shown, and against processes that wait for each other."""
+    started = partial(muon_step.multiprocessing.start_processes, start_method="forkserver")  # without the imports
+    monkeypatch.setattr(muon_step.multiprocessing, "spawn", started)
     muon_step.main(muon_step.build_parser().parse_args(flags(folder, "--processes", "2", "--rounds", "2", "--library")))
     out = capsys.readouterr().out
     result = json.loads(out.splitlines()[-1])

@@ -66,8 +66,13 @@ class Case:
 LAYOUTS = [((1, 3), False), ((2, 1, 1), True), ((1, 2, 1), False)]  # 3, 3 and 4 ranks
 
 
-def covering_sample(family, count=6):
-    """`count` cases of a family, in which each value of each factor appears about as often as the others."""
+# One family for each kind of layer memory; for ranks, the others differ from these in nothing.
+KINDS = ["llama", "qwen3 window", "qwen3_5"]
+
+
+def covering_sample(family):
+    """Cases of a family, in which each value of each factor appears about as often as the others."""
+    count = 6 if family in KINDS else 4
     rng = random.Random(family)
     widths_and_lags = [(1, 0), (4, 1), (1, 1), (4, 0)]
     drafters = ["head", "mixed", "shallow head", "none"]

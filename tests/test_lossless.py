@@ -56,8 +56,12 @@ FACTORS = {
 }
 
 
-def covering_sample(family, count=24):
-    """`count` combinations, in which each value of each factor appears about as often as the others."""
+def covering_sample(family):
+    """Combinations in which each value of each factor appears about as often as the others.
+
+    Twice as many for one family of each kind of layer memory; the others differ within the library's layers only.
+    """
+    count = 24 if family in ("llama", "mistral", "qwen3_5") else 12
     rng = random.Random(family)
     columns = []
     for values in FACTORS.values():
@@ -422,7 +426,7 @@ def test_abandoned_stream_leaves_nothing_behind(family, width):
     assert (again.tokens, again.accepted, again.cycles) == (fresh.tokens, fresh.accepted, fresh.cycles)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
 @pytest.mark.parametrize(("width", "lag", "reduced"), [(1, 0, False), (1, 1, True), (4, 0, True), (4, 1, False)])
 def test_seeds_reproduce_and_differ(family, width, lag, reduced):
     """Guards against draws that ignore the seed or depend on the global generator; sampling runs for every kind."""

@@ -157,6 +157,7 @@ class Bench:
         rows = datasets.Dataset.from_dict({"input_ids": self.batch["input_ids"].tolist()})
         lengths = np.full(len(rows), self.args.length)
         cache = FeatureCache(folder, self.target, self.heads["16k"].config.aggr_feature_bound, rows, lengths)
+        cache.open()
         self.losses["cached"] = partial(cached_loss, cache)
 
     def step(self, form: str, vocabulary: str) -> tuple[float, float]:

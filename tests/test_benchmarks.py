@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -120,7 +121,7 @@ def test_train_throughput_reports_what_it_measured(folder, capsys, monkeypatch):
     more = ["--batch_size", "2", "--length", "24", "--steps", "1", "--autocast", "none"]
     command = [train_throughput.__file__, *flags(folder, *more)]
     monkeypatch.setattr(sys, "argv", command)  # memory is measured in children that run the same command
-    monkeypatch.setattr(subprocess, "run", run_forked)
+    monkeypatch.setattr(train_throughput, "subprocess", SimpleNamespace(run=run_forked))
     train_throughput.main(train_throughput.build_parser().parse_args(command[1:]))
     out = capsys.readouterr().out
     result = json.loads(out.splitlines()[-1])

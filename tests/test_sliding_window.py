@@ -189,7 +189,6 @@ def test_flash_attention_is_refused_where_masks_are_needed(width, compiled, flag
     """Guards against a kernel that is handed a tree's mask: it would take it for padding."""
     with pytest.raises(ValueError, match=rf"{flag} needs masks .* use --attn_implementation sdpa"):
         check_attention("flash_attention_2", width, compiled)
-    check_attention("flash_attention_2", 1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

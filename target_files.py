@@ -7,6 +7,7 @@ in its log alone. Here either is an error that names the weight, for a whole mod
 from __future__ import annotations
 
 import hashlib
+import logging
 import pickle
 import re
 from collections import defaultdict
@@ -132,6 +133,7 @@ def check_quantization(path: str, config: PreTrainedConfig, quantization: str | 
             f"the target {path!r} is quantised ({stored}), and ranks load parts, which is known to be right for "
             f"{' and '.join(QUANTISED_PARTS)} only: decode it in one process, or give the ranks the original"
         )
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it comments on every product
     try:
         if quantization is not None:
             quantizer = AutoHfQuantizer.from_config(bitsandbytes_config(quantization), pre_quantized=False)
@@ -252,6 +254,12 @@ def load_weights(
     refuse_difference(
         path, report["missing_keys"], () if part else report["unexpected_keys"], sorted(report["mismatched_keys"])
     )
+    head = getattr(model.lm_head, "weight", None)
+    if method is not None and hasattr(model.lm_head, "in_features") and (head is None or head.element_size() < 2):
+        raise ValueError(
+            f"the lm_head of the target {path!r} is quantised ({method}), too, which training and ranks cannot use: "
+            "give a checkpoint that leaves it as it was, as most do"
+        )
     return model
 
 

@@ -80,7 +80,7 @@ from script_utils import (
     run_script,
     write_json,
 )
-from target_files import QUANTIZATIONS, check_attention_kernels, check_target_weights
+from target_files import QUANTIZATIONS, check_attention_kernels, check_target_weights, quantization_of
 from training_state import (
     LOG_NAME,
     DataOrder,
@@ -414,6 +414,10 @@ def head_config(args: argparse.Namespace, target: PreTrainedConfig) -> HeadConfi
     config = HeadConfig.parse(raw)
     config.check_target(target)
     if args.spec_init_from_base_layers is not None:
+        if args.quantization is not None or quantization_of(target) is not None:
+            raise ValueError(
+                "--spec_init_from_base_layers copies weights of the target, but this one is quantised: leave it out"
+            )
         check_base_layers(args.spec_init_from_base_layers, config.num_spec_layers, target)
     return config
 

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedTokenizerFast, set_seed
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    BitsAndBytesConfig,
+    PreTrainedTokenizerFast,
+    set_seed,
+)
 from transformers.models.qwen3_5 import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 from transformers.models.qwen3_5_moe import Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration
 
@@ -26,10 +33,7 @@ import generate_training_data
 import pipeline_inference
 import train
 from pipeline_model import Target, TargetPart, save_head
-from target_files import (
-    target_fingerprint,
-    tokenizer_fingerprint,
-)
+from target_files import QUANTIZATIONS, target_fingerprint, tokenizer_fingerprint
 from tests.tiny import FAMILIES, VOCAB, random_prompt, save_target, tiny_head, tiny_model
 
 VISION = {
@@ -354,3 +358,112 @@ def test_fingerprints_see_changes_all_over_a_large_file(tmp_path):
         path.write_bytes(changed)
         seen.add(target_fingerprint(str(tmp_path)))
     assert len(seen) == 4
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Quantised targets
+# ---------------------------------------------------------------------------------------------------------------------
+
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+def save_fp8(folder: Path, saved: Path, change: Callable[[dict], dict] = dict) -> None:
+    """The checkpoint `saved` in 8 bits, with the configuration that says so."""
+    config = json.loads((saved / "config.json").read_text()) | {"quantization_config": FP8}
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = change(as_fp8(load_file(saved / "model.safetensors")))
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+@torch.no_grad()
+def test_fp8_checkpoints_load_right_whole_and_in_parts(family, saved, tmp_path):
+    """Guards against weights without their scales, experts' too, in a rank of an FP8 target."""
+    save_fp8(tmp_path, saved[family])
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()(IDS).logits
+    assert torch.equal(whole_logits(tmp_path), expected)
+    assert torch.allclose(chained_logits(tmp_path, PARTS), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("lost", [f"{Q_PROJ}_scale_inv", Q_PROJ])
+def test_fp8_weights_without_a_scale_are_refused(lost, saved, tmp_path):
+    """Guards against a weight that is multiplied by no scale, of which transformers says nothing."""
+    save_fp8(tmp_path, saved["llama"], without(lost))
+    for part in (None, TargetPart(range(0, 1))):
+        with pytest.raises(ValueError, match=f"lacks weight {lost}"):
+            Target.load(str(tmp_path), part=part)
+
+
+NOT_HERE = r"cannot be loaded here: "
+METHODS = [
+    ({"quant_method": "gptq", "bits": 4}, None, rf"quantised \(gptq\), {NOT_HERE}.*pip install optimum"),
+    ({"quant_method": "awq", "bits": 4}, None, rf"quantised \(awq\), {NOT_HERE}.*pip install gptqmodel"),
+    ({"quant_method": "unheard_of"}, None, rf"quantised \(unheard_of\), {NOT_HERE}transformers does not know"),
+    ({"bits": 4}, None, rf"quantised \(of no named method\), {NOT_HERE}"),
+    ({"quant_method": "gptq", "bits": 4}, TargetPart(range(1)), r"is quantised \(gptq\), and ranks load parts"),
+]
+
+
+@pytest.mark.parametrize(("settings", "part", "message"), METHODS)
+def test_quantised_checkpoints_that_cannot_be_loaded_are_refused_by_name(settings, part, message, saved, tmp_path):
+    """Guards against a traceback about a package, and against a part that nobody has shown to be right."""
+    if settings.get("quant_method") in ("gptq", "awq") and find_spec("gptqmodel"):
+        pytest.skip("they can be loaded here")
+    config = json.loads((saved["llama"] / "config.json").read_text()) | {"quantization_config": settings}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shutil.copy(saved["llama"] / "model.safetensors", tmp_path)
+    with pytest.raises(ValueError, match=message) as refusal:
+        Target.load(str(tmp_path), part=part)
+    assert "\n" not in str(refusal.value)
+
+
+def test_quantization_is_refused_where_it_makes_no_sense(saved, tmp_path):
+    """Guards against quantising twice, and a head that starts from the bare integers of a quantised layer."""
+    save_fp8(tmp_path, saved["llama"])
+    with pytest.raises(ValueError, match=r"--quantization is bnb_4bit, but the target .* is quantised already \(fp8\)"):
+        Target.load(str(tmp_path), quantization="bnb_4bit")
+    flags = ["--model_name", str(tmp_path), "--num_stages", "2", "--data_path", "/not/read.jsonl"]
+    flags += [
+        "--num_spec_layers",
+        "1",
+        "--spec_init_from_base_layers",
+        "1",
+        "--max_length",
+        "64",
+        "--output_dir",
+        str(tmp_path / "out"),
+    ]
+    with pytest.raises(ValueError, match="--spec_init_from_base_layers copies weights of the target"):
+        train.main(train.build_parser().parse_args(flags))
+
+
+@pytest.mark.skipif(find_spec("bitsandbytes") is not None, reason="bitsandbytes is installed")
+def test_bitsandbytes_that_is_not_installed_is_named(saved):
+    """Guards against a traceback after minutes of loading for a package that is not there."""
+    with pytest.raises(ValueError, match=rf"quantised \(bnb_8bit\), {NOT_HERE}.*pip install -U bitsandbytes"):
+        Target.load(str(saved["llama"]), quantization="bnb_8bit")
+
+
+@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+@torch.no_grad()
+def test_bitsandbytes_quantises_as_transformers_does(quantization, tmp_path):
+    """Guards against another quantisation than asked for, and wrong parts of a checkpoint that is quantised already."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16, "num_key_value_heads": 4}
+    save_target(tmp_path / "plain", "llama", **sizes)
+    asked = {
+        "bnb_8bit": BitsAndBytesConfig(load_in_8bit=True),
+        "bnb_4bit": BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
+        ),
+    }
+    settings = {"quantization_config": asked[quantization], "dtype": torch.bfloat16}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", **settings).eval()
+    expected = model(IDS).logits
+    plain = whole_logits(tmp_path / "plain", dtype=torch.bfloat16)
+    assert not torch.equal(plain, expected)
+    assert torch.equal(whole_logits(tmp_path / "plain", dtype=torch.bfloat16, quantization=quantization), expected)
+    fresh = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", **settings)  # a pass repacks 4-bit weights
+    fresh.save_pretrained(tmp_path / "stored")
+    assert torch.equal(whole_logits(tmp_path / "stored", dtype=torch.bfloat16), expected)
+    assert torch.equal(chained_logits(tmp_path / "stored", PARTS, dtype=torch.bfloat16), expected)

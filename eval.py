@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ from script_utils import (
     Switch,
     add_dtype_argument,
     atomic_open,
+    lock_folder,
     quiet_libraries,
     run_record,
     run_script,
@@ -200,15 +202,30 @@ class Evaluation:
         return rows
 
 
+@contextmanager
+def lock_baselines(args: argparse.Namespace, plan: Plan) -> Iterator[None]:
+    """Keep other evaluations, which may share a cache, from the baseline rows that this one will write."""
+    logs = {planned.baseline_rows.path: planned.baseline_rows for planned in plan.runs} if args.baseline else {}
+    with ExitStack() as locks:
+        for log in logs.values():
+            stored = log.read()
+            whole = (s.key in stored and is_whole(stored[s.key], s) for s in plan.samples)
+            if not all(whole) or args.force_baseline_recompute:
+                locks.enter_context(log.lock("--baseline_cache_dir"))
+        yield
+
+
 def main(args: argparse.Namespace) -> int:
     """Exit code as `Evaluation.run`."""
     quiet_libraries()
     planner = Planner(args)
-    plan = planner.plan()
-    print(plan.note)
-    print_unused_settings(planner.args.base_model_path)
-    with Workers(plan.options, plan.devices) as workers:
-        return Evaluation(planner.args, plan, workers).run()
+    with lock_folder("--output_dir", args.output_dir):
+        plan = planner.plan()
+        with lock_baselines(planner.args, plan):
+            print(plan.note)
+            print_unused_settings(planner.args.base_model_path)
+            with Workers(plan.options, plan.devices) as workers:
+                return Evaluation(planner.args, plan, workers).run()
 
 
 if __name__ == "__main__":

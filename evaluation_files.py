@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import platform
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ import torch
 
 from evaluation_metrics import Row, check_row, row_key
 from pipeline_model import CHECKPOINT_NAME, checkpoint_file
-from script_utils import write_json
+from script_utils import append_text, lock_file, write_json
 
 PREFIX = "pipeline_eval"  # of the files of eval.py
 MP_PREFIX = "mp_pipeline_eval"  # of those of a pipeline of ranks
@@ -149,8 +149,8 @@ class RowLog:
                     "resume with the same settings, or choose another --output_dir"
                 )
 
-    def read(self, *, repair: bool = True) -> dict[tuple[str, str], Row]:
-        """The newest row of each sample. Half a line that a killed run left at the end is cut off the file (`repair`).
+    def read(self) -> dict[tuple[str, str], Row]:
+        """The newest row of each sample. Half a line that a killed run left at the end does not count.
 
         ValueError names any other line that is broken.
         """
@@ -158,8 +158,6 @@ class RowLog:
             return {}
         data = self.path.read_bytes()
         whole = data.rfind(b"\n") + 1
-        if repair and whole < len(data):
-            os.truncate(self.path, whole)
         rows = {}
         for number, line in enumerate(data[:whole].splitlines(), start=1):
             try:
@@ -175,14 +173,15 @@ class RowLog:
         try:
             if not self.record.exists():
                 write_json(self.record, record)
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(line)
-                file.flush()
-                os.fsync(file.fileno())
+            append_text(self.path, line)
         except OSError as error:
             raise ValueError(
                 f"{str(self.path)!r} cannot be written ({error.strerror}): --resume goes on from here"
             ) from None
+
+    def lock(self, flag: str) -> AbstractContextManager[None]:
+        """Keeps other processes from these rows. ValueError, which names the folder's flag, when one writes them."""
+        return lock_file(flag, self.path)
 
     def clear(self) -> None:
         """Forget all rows."""

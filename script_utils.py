@@ -475,23 +475,29 @@ def lock_folder(flag: str, folder: Path) -> Iterator[None]:
     The lock is the system's (flock) on `.lock` in the folder and ends with the process, however that ends. A folder
     that is still empty afterwards goes again.
     """
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with _lock(folder / ".lock", f"{flag} {str(folder)!r}"):
-            yield
-    finally:
-        with suppress(OSError):  # not empty
-            for path in made:
-                path.rmdir()
+    with _making(folder), _lock(folder / ".lock", f"{flag} {str(folder)!r}"):
+        yield
 
 
 @contextmanager
 def lock_file(flag: str, path: Path) -> Iterator[None]:
-    """`lock_folder` for one file of a folder that is there."""
+    """`lock_folder` for one file."""
     real = Path(os.path.realpath(path))
-    with _lock(real.with_name(f".{real.name}.lock"), f"{flag} {str(path)!r}"):
+    with _making(real.parent), _lock(real.with_name(f".{real.name}.lock"), f"{flag} {str(path)!r}"):
         yield
+
+
+@contextmanager
+def _making(folder: Path) -> Iterator[None]:
+    """Make a folder; what of it is still empty afterwards goes again."""
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # not empty
+            for path in made:
+                path.rmdir()
 
 
 @contextmanager

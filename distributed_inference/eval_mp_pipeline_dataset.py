@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -33,7 +34,7 @@ from evaluation_metrics import Row, sample_row
 from evaluation_plan import PlannedRun, Planner
 from evaluation_workers import WARMUP_PROMPT, Task, compared, sample_seed
 from pipeline_inference import Decoder, Generation, print_unused_settings
-from script_utils import Switch
+from script_utils import Switch, lock_folder
 from timeline import stage_row
 
 
@@ -125,9 +126,18 @@ class DistributedEvaluation:
         if self.args.baseline_rows and self.args.force_baseline_recompute:
             raise ValueError("--force_baseline_recompute runs a baseline, --baseline_rows has one: drop one of the two")
         self.arguments = evaluation_arguments(self.args, checked)
-        self.plan = PipelinePlanner(self.arguments, checked).plan()
+        planner = PipelinePlanner(self.arguments, checked)
+        with ExitStack() as locks:
+            locks.enter_context(lock_folder("--output_dir", self.args.output_dir))
+            self.plan = planner.plan()
+            locks.enter_context(evaluation.lock_baselines(self.arguments, self.plan))
+            self._locks = locks.pop_all()
 
     def run(self, lead: Lead) -> int:
+        with self._locks:
+            return self._run(lead)
+
+    def _run(self, lead: Lead) -> int:
         print(self.plan.note, flush=True)
         print_unused_settings(lead.checked.base_model_path)
         labels = {planned.run: planned.settings["label"] for planned in self.plan.runs}

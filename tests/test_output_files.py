@@ -22,6 +22,7 @@ from checkpoints import collect_results, make_prompts
 from distributed_inference import eval_mp_pipeline_dataset, example_mp_pipeline_generate, launch
 from draft_vocab import build_draft_vocab
 from eval_data import download
+from evaluation_files import RowLog
 from evaluation_plan import Planner
 from pipeline_model import Target, save_head
 from script_utils import (
@@ -346,6 +347,55 @@ def test_one_file_by_two_names_has_one_lock(tmp_path):
         with pytest.raises(ValueError, match="is in use"), lock_file("--output", tmp_path / "own.jsonl"):
             pass
     assert list(tmp_path.iterdir()) == [link]
+
+
+@pytest.fixture
+def questions(tmp_path):
+    (tmp_path / "data" / "questions").mkdir(parents=True)
+    (tmp_path / "data" / "questions" / "question.jsonl").write_text('{"question_id": 1, "turns": ["w5"]}\n')
+    return ["--data_dir", str(tmp_path / "data"), "--datasets", "questions", "--max_new_tokens", "4"]
+
+
+def parsed(files, questions, flags):
+    own = ["--base_model_path", str(files / "target"), "--spec_head_ckpt", str(files / "head.pt"), "--gpus", "cpu"]
+    return evaluation.build_parser().parse_args([*own, *questions, *map(str, flags)])
+
+
+def evaluate(files, questions, *flags):
+    return evaluation.main(parsed(files, questions, flags))
+
+
+def test_a_second_evaluation_is_refused(files, questions, tmp_path, monkeypatch):
+    """Guards two evaluations in one folder: every prompt had two rows, timed while two jobs shared the machine."""
+    output, cache = tmp_path / "out", tmp_path / "cache"
+    flags = ["--output_dir", output, "--baseline_cache_dir", cache]
+    with lock_folder("--output_dir", output), pytest.raises(ValueError, match=r"--output_dir .* is in use"):
+        evaluate(files, questions, *flags)
+    assert not output.exists()
+    (rows,) = {planned.baseline_rows for planned in Planner(parsed(files, questions, flags)).plan().runs}
+    with rows.lock("--baseline_cache_dir"), pytest.raises(ValueError, match=r"--baseline_cache_dir .* is in use"):
+        evaluate(files, questions, *flags)
+    assert not output.exists()
+    assert not cache.exists()
+    monkeypatch.setattr(evaluation, "plot_summary", lambda *_: None)
+    assert evaluate(files, questions, *flags) == 0
+    with rows.lock("--baseline_cache_dir"):  # nothing is written where all rows are there
+        assert evaluate(files, questions, *flags, "--output_dir", tmp_path / "other") == 0
+    assert not list(tmp_path.rglob(".*lock"))
+
+
+def test_reading_rows_changes_nothing(tmp_path):
+    """Guards a baseline cache that several evaluations read: one cut off the line that another was just writing."""
+    log = RowLog(tmp_path / "rows.jsonl", tmp_path / "rows.json")
+    row = {"dataset": "d", "question_id": 1}
+    log.append(row, {"settings": {}})
+    with log.path.open("a") as file:
+        file.write('{"dataset": "d", "que')
+    before = log.path.read_text()
+    assert list(log.read().values()) == [row]
+    assert log.path.read_text() == before
+    log.append(row | {"question_id": 2}, {"settings": {}})
+    assert [found["question_id"] for found in log.read().values()] == [1, 2]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

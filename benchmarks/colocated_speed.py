@@ -16,6 +16,7 @@ import platform
 import statistics
 import sys
 import tempfile
+from contextlib import AbstractContextManager, nullcontext
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,9 @@ class Measurement:
     def prepare(self, checked: Checked) -> None:
         for prompt in self._prompts:
             checked.check_prompt(prompt)
+
+    def claim(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def run(self, lead: Lead) -> int:
         decoder = lead.speculative(*lead.args.spec_head_ckpt, Sampling(), 1)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -126,18 +126,14 @@ class DistributedEvaluation:
         if self.args.baseline_rows and self.args.force_baseline_recompute:
             raise ValueError("--force_baseline_recompute runs a baseline, --baseline_rows has one: drop one of the two")
         self.arguments = evaluation_arguments(self.args, checked)
-        planner = PipelinePlanner(self.arguments, checked)
-        with ExitStack() as locks:
-            locks.enter_context(lock_folder("--output_dir", self.args.output_dir))
-            self.plan = planner.plan()
-            locks.enter_context(evaluation.lock_baselines(self.arguments, self.plan))
-            self._locks = locks.pop_all()
+        self.plan = PipelinePlanner(self.arguments, checked).plan()
+
+    @contextmanager
+    def claim(self) -> Iterator[None]:
+        with lock_folder("--output_dir", self.args.output_dir), evaluation.lock_baselines(self.arguments, self.plan):
+            yield
 
     def run(self, lead: Lead) -> int:
-        with self._locks:
-            return self._run(lead)
-
-    def _run(self, lead: Lead) -> int:
         print(self.plan.note, flush=True)
         print_unused_settings(lead.checked.base_model_path)
         labels = {planned.run: planned.settings["label"] for planned in self.plan.runs}

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import NoReturn
 
@@ -61,6 +62,9 @@ class Example:
         ]
         for _, ids in self.prompts:
             checked.check_prompt(ids)
+
+    def claim(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def run(self, lead: Lead) -> int:
         args, [path] = self.args, self.args.spec_head_ckpt

@@ -16,7 +16,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple, NoReturn, Protocol
 
@@ -357,6 +357,9 @@ class Script(Protocol):
     def prepare(self, checked: Checked) -> None:
         """Read prompts, check output paths, before any weights are loaded. ValueError for what cannot work."""
 
+    def claim(self) -> AbstractContextManager[None]:
+        """Keeps other processes from what this one will write, until it ends. ValueError when one writes it already."""
+
     def run(self, lead: Lead) -> int:
         """Decode. Returns the exit code."""
 
@@ -380,6 +383,7 @@ class RankProcess:
         self._watch: Watch | None = None  # from when this process knows its rank
         self._describe: Callable[[int], str] = "rank {}".format  # until the layout is known
         self._ending = threading.Lock()
+        self._claims = ExitStack()  # of the draft rank's script
 
     def run(self) -> NoReturn:
         self._watch_signals()
@@ -463,6 +467,7 @@ class RankProcess:
         checked = Checked(self.args, environment)
         if environment.rank == DRAFT_RANK:
             self.script.prepare(checked)
+            self._claims.enter_context(self.script.claim())
         return checked, checked.facts(self.args)
 
     def _load(self, setup: Setup, checked: Checked) -> tuple[tuple[Target, SpeculationHead | None], dict[str, Any]]:
@@ -529,6 +534,7 @@ class RankProcess:
         if message is not None:
             text = f"{self.parser.prog}: {'' if code > 2 else 'error: '}{message}"
             within_seconds(lambda: print(text, file=sys.stderr))
+        within_seconds(self._claims.close)
         within_seconds(sys.stdout.flush)
         within_seconds(sys.stderr.flush)
         os._exit(code)

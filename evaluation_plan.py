@@ -207,7 +207,7 @@ class Planner:
         for planned in runs:
             planned.files.rows.check(planned.settings, resume=args.resume)
             for rows in (planned.files.rows, planned.baseline_rows):
-                rows.read(repair=False)  # damaged rows are found now, not after the target is loaded
+                rows.read()  # damaged rows are found now, not after the target is loaded
         read_summaries(args.output_dir, runs[0].files.prefix)  # the table will show them, too
         return Plan(runs, self.samples, self.options, self.devices, self.tokenizer, self.note)
 

@@ -387,7 +387,7 @@ def test_a_second_evaluation_is_refused(files, questions, tmp_path, monkeypatch)
 def test_reading_rows_changes_nothing(tmp_path):
     """Guards a baseline cache that several evaluations read: one cut off the line that another was just writing."""
     log = RowLog(tmp_path / "rows.jsonl", tmp_path / "rows.json")
-    row = {"dataset": "d", "question_id": 1}
+    row = {"dataset": "d", "question_id": 1, "prompt_sha256": "0", "error": "none"}
     log.append(row, {"settings": {}})
     with log.path.open("a") as file:
         file.write('{"dataset": "d", "que')

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import heapq
 import itertools
+import operator
 import os
 import re
 import sys
@@ -24,7 +25,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache
 from numbers import Integral
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 from weakref import WeakKeyDictionary
@@ -49,11 +50,12 @@ from pipeline_model import (
     ATTN_IMPLEMENTATIONS,
     CachePlan,
     HeadCache,
+    HostCopies,
     NodeBatch,
+    NodeBoard,
     NodeRow,
     SpeculationHead,
     Target,
-    TreeMask,
     find_target,
     read_head,
 )
@@ -329,11 +331,36 @@ class Captured(NamedTuple):
     hidden: dict[int, Tensor]  # b -> h_b [w, H]
 
 
+class Logits:
+    """The target's logits after w nodes, [w, V]: where the lm_head runs, and when.
+
+    `row` maps a row to its logits [V], and may compute them only then: most candidates are never asked for theirs.
+    """
+
+    def __init__(self, row: Callable[[int], Tensor]):
+        self.row = row
+
+    @classmethod
+    def of_each(cls, target: Target, hidden: Tensor) -> Logits:
+        """Final norm and lm_head of h_L [w, H], of each row when it is asked for."""
+        return cls(lambda row: target.logits(hidden[row]))
+
+    @classmethod
+    def of_all(cls, compute: Callable[[], Tensor]) -> Logits:
+        """All of them at once, [w, V], when the first one is asked for."""
+        once = cache(compute)
+        return cls(lambda row: once()[row])
+
+    def at(self, rows: Sequence[int]) -> Logits:
+        """Those of some rows, in this order."""
+        return Logits(lambda row: self.row(rows[row]))
+
+
 class Completed(NamedTuple):
     """The nodes that left the last stage in a cycle: all of one position, or a chain."""
 
     ids: tuple[int, ...]
-    logits: Callable[[int], Tensor]  # row -> the target's logits [V] behind that node: final norm, lm_head
+    logits: Logits
 
 
 class Executor(Protocol):
@@ -372,42 +399,40 @@ class LocalExecutor:
 
     PREFILL_CHUNK = 2048  # prompt tokens a stage runs at once: bounds the memory of long prompts
 
-    def __init__(self, target: Target, stage_sizes: Sequence[int], anchors: Sequence[int] = (0,)):
+    def __init__(
+        self, target: Target, stage_sizes: Sequence[int], anchors: Sequence[int] = (0,), *, compiled: bool = False
+    ):
+        """`compiled`: as for `Stage`."""
         self.target, self.stage_sizes, self.anchors = target, tuple(stage_sizes), tuple(anchors)
         self.device, self.vocab_size = target.device, target.config.vocab_size
-        self.stages = target.partition(stage_sizes, anchors)
-        self.caches = []
-        self._inputs: list[tuple[NodeBatch, Tensor] | None] = []  # what each stage runs next
-        self._tree_mask: TreeMask | None = None
+        self.stages = target.partition(stage_sizes, compiled=compiled)
+        self._inputs: list[tuple[NodeBatch, Tensor] | None] = []  # what each stage runs next, [w, H]
+        self._board = NodeBoard(self.device, target.window)
         self._timeline: Timeline | None = None
 
     def start(self, prompt: Sequence[int], root: int, plan: CachePlan, timeline: Timeline) -> PromptOutput:
-        self.caches = [stage.new_cache(plan) for stage in self.stages]
         self._inputs = [None] * len(self.stages)
         self._timeline = timeline
-        self._tree_mask = TreeMask(plan, self.device, self.target.window) if plan.tree else None
-        if plan.tree:
-            self._tree_mask.start(len(prompt), root)
+        self._board.start(plan, len(prompt), root)
+        for stage in self.stages:
+            stage.start(plan, root, self.anchors)
         tokens = torch.tensor(prompt, device=self.device)
-        root_row = torch.tensor([root], device=self.device)
         features = []
         for start in range(0, len(prompt), self.PREFILL_CHUNK):
-            hidden = self.target.embed(tokens[None, start : start + self.PREFILL_CHUNK])
+            hidden = self.target.embed(tokens[start : start + self.PREFILL_CHUNK])
             captured = {0: hidden}
-            for stage, cache in zip(self.stages, self.caches, strict=True):
-                hidden, anchors = stage.prefill(hidden, start, cache, root_row)
+            for stage in self.stages:
+                hidden, anchors = stage.prefill(hidden, start)
                 captured |= anchors
-            features.append(torch.stack([captured[b][0] for b in self.anchors], dim=1))
-        return PromptOutput(self.target.logits(hidden[0, -1]), torch.cat(features))
+            features.append(torch.stack([captured[b] for b in self.anchors], dim=1))
+        return PromptOutput(self.target.logits(hidden[-1]), torch.cat(features))
 
     def begin_cycle(self, position: int, entering: Sequence[Node]) -> Tensor | None:
         if not entering:
             return None
-        batch = NodeBatch.of(position, [node.row for node in entering], self.device)
-        if self._tree_mask is not None:
-            batch = self._tree_mask.enter(batch, [node.slot for node in entering])
+        batch = self._board.enter(position, [node.row for node in entering])
         hidden = self.target.embed(batch.tokens)
-        self._inputs[0] = batch, hidden[:, None]
+        self._inputs[0] = batch, hidden
         return hidden
 
     def finish_cycle(self) -> tuple[list[Captured], Completed | None]:
@@ -418,12 +443,12 @@ class LocalExecutor:
                 continue
             batch, hidden = self._inputs[index]
             with self._timeline.span(stage_row(index)):
-                hidden, anchors = self.stages[index].run(hidden, batch, self.caches[index])
+                hidden, anchors = self.stages[index].run(batch, hidden)
             if anchors:
-                captured.append(Captured(batch.nodes, {b: h[:, 0] for b, h in anchors.items()}))
+                captured.append(Captured(batch.nodes, anchors))
             self._inputs[index] = None
             if index == last:
-                completed = Completed(batch.ids, partial(self._logits, hidden[:, 0]))
+                completed = Completed(batch.ids, Logits.of_each(self.target, hidden))
             else:
                 self._inputs[index + 1] = batch, hidden
         return captured, completed
@@ -437,13 +462,10 @@ class LocalExecutor:
             if not rows:
                 self._inputs[index] = None
             elif len(rows) < len(batch.ids):
-                self._inputs[index] = batch.keep(rows), hidden[rows]
+                self._inputs[index] = batch.keep(rows), hidden[torch.tensor(rows, device=self.device)]
 
     def finish(self) -> None:
         """The times are in the timeline already."""
-
-    def _logits(self, hidden: Tensor, row: int) -> Tensor:
-        return self.target.logits(hidden[row])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -490,6 +512,8 @@ class SPDDrafter:
         self._features: Tensor | None = None  # [nodes, m, H] anchors of the live nodes
         self._rows: Tensor | None = None  # [D, nodes, H] `shown_rows` of the live nodes ...
         self._row_types: list[int | None] = []  # ... and their type; None: not computed for this node yet
+        self._copies = HostCopies(target.device)
+        self._entered: tuple[list[int], Tensor] | None = None  # ids and h_0 of nodes that the next draft takes in
 
     def start(self, plan: CachePlan, features: Tensor, path: Sequence[Node]) -> None:
         prompt_length, anchors, hidden = features.shape
@@ -512,7 +536,7 @@ class SPDDrafter:
     def enter(self, nodes: Sequence[Node], h0: Tensor) -> None:
         for node in nodes:
             self._row_types[node.id] = None
-        self._features[[node.id for node in nodes], 0] = h0
+        self._entered = [node.id for node in nodes], h0
 
     def observe(self, captured: Iterable[Captured]) -> None:
         # A row of a node that has died since may land on a new node with its id: an anchor that the new node will reach
@@ -530,15 +554,27 @@ class SPDDrafter:
         staying = sum(self._stays(node, newest) for node in nodes)
         for level in tree.levels:
             nodes.extend(level)
-        self._refresh(nodes, newest)
+        ids, positions = [node.id for node in nodes], [node.position for node in nodes]
+        changed = self._changed(nodes, newest)
+        entered, h0 = self._entered or ([], None)
+        self._entered = None
+        branched = len(nodes) > newest + 1 - positions[0]
+        ancestors = _ancestors(nodes) if branched else []
+        # All that the device has to know of this cycle, in one copy.
+        lists = [entered, ids, positions, *changed.values(), ancestors]
+        numbers = self._copies.copy(list(itertools.chain.from_iterable(lists)))
+        at_entered, at_rows, at_positions, *at_changed, seen = numbers.split([len(numbers) for numbers in lists])
+        if entered:
+            self._features[at_entered, 0] = h0
+        for kind, at_kind in zip(changed, at_changed, strict=True):
+            self._rows[:, at_kind] = self.head.shown_rows(kind, self._features[at_kind])
 
-        positions = [node.position for node in nodes]
         cos, sin = self.target.rope(newest + 1)
         hidden = self.head.forward_rows(
-            self._rows[:, [node.id for node in nodes]],
-            (cos[:, positions], sin[:, positions]),
+            self._rows[:, at_rows],
+            (cos[:, at_positions], sin[:, at_positions]),
             self._cache,
-            self._tree_mask(nodes) if len(positions) > newest + 1 - positions[0] else None,
+            self._tree_mask(seen.view(len(nodes), -1)) if branched else None,
             outputs=len(frontier),
         )
         self._cache.length += staying
@@ -550,28 +586,31 @@ class SPDDrafter:
         # The newest row is g_0, the only type that drafts, even if a lagged verdict finds it completed already.
         return node.completed and distance > 0 if self.use_deepest else distance >= self._num_stages
 
-    def _refresh(self, nodes: Sequence[Node], newest: int) -> None:
-        """Compute the rows of nodes whose type has changed since the last cycle, all of one type at once."""
+    def _changed(self, nodes: Sequence[Node], newest: int) -> dict[int, list[int]]:
+        """Ids of the nodes whose type is another than in the last cycle, by their new type."""
         changed: dict[int, list[int]] = {}
         for node in nodes:
             kind = self._types[-1 if self._stays(node, newest) else newest - node.position]
             if self._row_types[node.id] != kind:
                 self._row_types[node.id] = kind
                 changed.setdefault(kind, []).append(node.id)
-        for kind, ids in changed.items():
-            self._rows[:, ids] = self.head.shown_rows(kind, self._features[ids])
+        return changed
 
-    def _tree_mask(self, nodes: Sequence[Node]) -> Tensor:
-        """[R, length + R] bool: a row sees the cached ones, its ancestors and itself."""
-        row_of = {node.id: row for row, node in enumerate(nodes)}
-        visible = torch.eye(len(nodes), dtype=torch.bool)
-        seen = visible.numpy()  # row-wise updates are much cheaper there
-        for row, node in enumerate(nodes):
-            parent = row_of.get(node.parent.id) if node.parent is not None else None
-            if parent is not None:
-                seen[row] |= seen[parent]
-        cached = torch.ones(len(nodes), self._cache.length, dtype=torch.bool)
-        return torch.cat([cached, visible], dim=1).to(self._rows.device)
+    def _tree_mask(self, seen: Tensor) -> Tensor:
+        """[R, length + R] bool from [R, R]: a row sees the cached ones, its ancestors and itself."""
+        cached = torch.ones(len(seen), self._cache.length, dtype=torch.bool, device=seen.device)
+        return torch.cat([cached, seen.bool()], dim=1)
+
+
+def _ancestors(nodes: Sequence[Node]) -> list[int]:
+    """For each of R nodes, whether it sees each of them: 1 for itself and its ancestors, R * R numbers."""
+    row_of = {node.id: row for row, node in enumerate(nodes)}
+    seen = np.eye(len(nodes), dtype=int)
+    for row, node in enumerate(nodes):
+        parent = row_of.get(node.parent.id) if node.parent is not None else None
+        if parent is not None:
+            seen[row] |= seen[parent]
+    return seen.ravel().tolist()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -785,14 +824,18 @@ class Generation:
         # Live candidates fill n levels, one more is drafted before the oldest is verified; and the emitted path.
         candidates = (in_flight + 1 + decoder.verify_lag) * width
         self._plan = CachePlan(
-            slots=self._end + (candidates if tree else 0), nodes=candidates + num_stages + 3, tree=tree
+            slots=self._end + (candidates if tree else 0),
+            nodes=candidates + num_stages + 3,
+            tree=tree,
+            width=width if tree else 1,
         )
         self.tree = TokenTree(self._plan, prompt, num_stages)
         self._entering: list[Node] = []  # enter stage 0 in the next cycle
         self._captured: Iterable[Captured] = ()  # by the stages, in the previous cycle
-        self._due: dict[Node, Callable[[], Tensor]] = {}  # completed nodes and their logits [V], to verify with
+        self._due: dict[Node, tuple[Logits, int]] = {}  # completed nodes, and where their logits are: to verify with
         self._generator = torch.Generator(decoder.executor.device).manual_seed(decoder.seed)
         self._q: Tensor | None = None  # [nodes, V_d] what each in-flight draft was sampled from
+        self._frontier_scores: tuple[list[Node], Tensor | None] = [], None  # of the last draft of a tree
         self.timeline = Timeline(decoder.executor.device, keep_spans=decoder.keep_trace)
         self._events = self._run()
         self._entered: list[list[Node]] = []  # by cycle, for the trace
@@ -856,7 +899,7 @@ class Generation:
         self.result.cycles += 1
         events, due = [], before if self._settings.verify_lag else self._due
         while self.tree.root in due and not self.result.stop_reason:  # once, but for a chain
-            events.append(self._verify(due[self.tree.root]))
+            events.append(self._verify(*due[self.tree.root]))
         self.timeline.end_cycle()
         return events
 
@@ -910,29 +953,36 @@ class Generation:
     def _draft_best(self, logits: Tensor) -> list[Node]:
         """The W best continuations of all frontier nodes, by summed log-probability. logits [F, V_d]."""
         frontier, fill, width = self.tree.frontier, self.tree.fill, self._settings.draft_top_k
-        scores = torch.tensor([node.score for node in frontier], device=logits.device)
         best = logits.log_softmax(dim=-1).topk(min(width, logits.shape[-1]), dim=-1)
-        totals = (best.values + scores[:, None]).flatten()
+        totals = (best.values + self._scores(frontier, logits.device)[:, None]).flatten()
         chosen = totals.topk(min(width, len(totals)))
-        tokens = self._target_ids(best.indices.flatten()[chosen.indices]).tolist()
-        parents = (chosen.indices // best.indices.shape[1]).tolist()
-        return [
-            self.tree.new_node(token, frontier[parent], score, fill)
-            for token, parent, score in zip(tokens, parents, chosen.values.tolist(), strict=True)
-        ]
+        tokens = self._target_ids(best.indices.flatten()[chosen.indices])
+        parents = chosen.indices // best.indices.shape[1]
+        # To the host in one copy: a double holds every token id, and every float32, exactly.
+        rows = torch.stack([tokens.double(), parents.double(), chosen.values.double()], dim=1).tolist()
+        drafted = [self.tree.new_node(int(token), frontier[int(parent)], score, fill) for token, parent, score in rows]
+        self._frontier_scores = drafted, chosen.values
+        return drafted
+
+    def _scores(self, frontier: list[Node], device: torch.device) -> Tensor:
+        """Summed log-probabilities of the frontier nodes, [F]: on the device already, unless some of them have died."""
+        nodes, scores = self._frontier_scores
+        if len(nodes) == len(frontier) and all(map(operator.is_, nodes, frontier)):
+            return scores
+        return torch.tensor([node.score for node in frontier], device=device)
 
     def _target_ids(self, draft_ids: Tensor) -> Tensor:
         """The target's ids of draft ids, on their device: only the result has to reach the host."""
         ids = self._drafter.draft_token_ids
         return draft_ids if ids is None else ids[draft_ids]
 
-    def _complete(self, completed: Completed | None) -> dict[Node, Callable[[], Tensor]]:
-        """Mark the nodes that have left the last stage; returns them, each with where its logits [V] come from."""
+    def _complete(self, completed: Completed | None) -> dict[Node, tuple[Logits, int]]:
+        """Mark the nodes that have left the last stage; returns them, each with its row of their logits."""
         if completed is None:
             return {}
         row_of = {node: row for row, node in enumerate(completed.ids)}
         done = {
-            node: partial(completed.logits, row_of[node.id])
+            node: (completed.logits, row_of[node.id])
             for node in (self.tree.root, *itertools.chain.from_iterable(self.tree.levels))
             if node.id in row_of
         }
@@ -940,11 +990,11 @@ class Generation:
             node.completed = True
         return done
 
-    def _verify(self, logits: Callable[[], Tensor]) -> TokenEvent:
-        """Let the completed root verify the position behind it, by its logits [V]; commit the verdict, roll back."""
+    def _verify(self, logits: Logits, row: int) -> TokenEvent:
+        """Let the completed root verify the position behind it, by its row of logits; commit the verdict, roll back."""
         candidates = self.tree.levels[0] if self.tree.levels else []
         with self.timeline.span(VERIFY):
-            verdict = self._judge(logits(), candidates)
+            verdict = self._judge(logits.row(row), candidates)
         if candidates:
             self.result.verified_by_fill[candidates[0].fill - 1] += 1
             self.result.accepted_by_fill[candidates[0].fill - 1] += verdict.accepted is not None

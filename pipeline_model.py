@@ -26,10 +26,10 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cache, cached_property, lru_cache
-from itertools import pairwise
+from functools import cache, cached_property, lru_cache, partial
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,6 +38,7 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.nn.functional import linear, scaled_dot_product_attention
 from transformers import PreTrainedConfig, PreTrainedModel, Qwen3Config
@@ -412,36 +413,32 @@ class NodeBatch(NamedTuple):
 
     position: int  # of every node in the batch
     ids: tuple[int, ...]  # the w node ids, on the host
-    tokens: Tensor  # [w] token ids
-    nodes: Tensor  # [w] the node ids again: rows of the linear-attention memory
-    parents: Tensor  # [w] node ids of the parents
-    slots: Tensor | None = None  # [w] KV slots; None in a chain, where the slot is the position
+    rows: Tensor  # [w, 4] on the device: a NodeRow for each node
     mask: Tensor | None = None  # [w, used] bool, the KV slots each node sees; None in a chain: all up to its own
     window_mask: Tensor | None = None  # [w, used] bool, those within the window; None where the target has no window
 
-    @classmethod
-    def of(cls, position: int, rows: Sequence[NodeRow], device: torch.device) -> NodeBatch:
-        """A chain's batch from its rows on the host; `TreeMask.enter` makes it a tree's."""
-        tokens, nodes, parents, _ = torch.tensor(rows, device=device).T.unbind()
-        return cls(position, tuple(row.id for row in rows), tokens, nodes, parents)
+    @property
+    def tokens(self) -> Tensor:
+        return self.rows[:, 0]
+
+    @property
+    def nodes(self) -> Tensor:
+        """The node ids, [w]: rows of every memory that has one per node."""
+        return self.rows[:, 1]
+
+    @property
+    def parents(self) -> Tensor:
+        return self.rows[:, 2]
+
+    @property
+    def slots(self) -> Tensor:
+        return self.rows[:, 3]
 
     def keep(self, rows: list[int]) -> NodeBatch:
         """The batch with only the given rows."""
-        return NodeBatch(
-            self.position,
-            tuple(self.ids[row] for row in rows),
-            self.tokens[rows],
-            self.nodes[rows],
-            self.parents[rows],
-            None if self.slots is None else self.slots[rows],
-            None if self.mask is None else self.mask[rows],
-            None if self.window_mask is None else self.window_mask[rows],
-        )
-
-    def tensors(self) -> list[Tensor]:
-        """What stages read of it, on the device."""
-        fields = (self.nodes, self.parents, self.slots, self.mask, self.window_mask)
-        return [field for field in fields if field is not None]
+        index = torch.tensor(rows, device=self.rows.device)
+        masks = (None if mask is None else mask[index] for mask in (self.mask, self.window_mask))
+        return NodeBatch(self.position, tuple(self.ids[row] for row in rows), self.rows[index], *masks)
 
     @property
     def masks(self) -> Masks:
@@ -456,89 +453,210 @@ class Masks(NamedTuple):
     window: Tensor | None = None  # for layers with a sliding window
 
 
+SLOT_STEP, NODE_STEP = 512, 32  # capacities of compiled stages grow by these
+
+
 class CachePlan(NamedTuple):
     """How much memory one generation needs; nothing grows after it is allocated."""
 
     slots: int  # KV slots: prompt + new tokens, and in a tree one for each live node
     nodes: int  # node ids that can be alive at once
     tree: bool  # False: a chain, slot = position, no masks
+    width: int = 1  # W, nodes of one position at most
+
+    def fits(self, other: CachePlan) -> bool:
+        """Whether memory made for this plan serves the other one as well."""
+        return self.slots >= other.slots and self.nodes >= other.nodes
+
+    def joined(self, other: CachePlan) -> CachePlan:
+        """A plan for either."""
+        return self._replace(slots=max(self.slots, other.slots), nodes=max(self.nodes, other.nodes))
+
+    def in_steps(self) -> CachePlan:
+        """The same, rounded up, so that few generations need another size."""
+        return self._replace(
+            slots=-(-self.slots // SLOT_STEP) * SLOT_STEP, nodes=-(-self.nodes // NODE_STEP) * NODE_STEP
+        )
 
 
-class TreeMask:
-    """Which KV slots each live node of a draft tree sees: row i is node i's own view, [nodes, slots] bool."""
+class HostCopies:
+    """Brings integers to the device, each list in one copy that the host does not wait for.
 
-    def __init__(self, plan: CachePlan, device: torch.device, window: int | None = None, *, all_slots: bool = False):
-        """`window`: the target's sliding window, in tokens, if it has one. `all_slots`: masks cover every slot from
-        the start, so that their shape never changes."""
-        self._visible = torch.zeros(plan.nodes, plan.slots, dtype=torch.bool, device=device)
-        self._window = window
-        self._positions = torch.arange(plan.slots, device=device)  # of the token in each slot; a prompt's is its slot
-        self._used = plan.slots if all_slots else 0  # slots in use so far, from slot 0 up
+    On CUDA they leave from pinned memory. Lists as indices, and tensors that are made on the device from a list, would
+    do the same with a wait for the whole device.
+    """
 
-    def start(self, prompt_length: int, root: int) -> None:
-        """The prompt fills the first slots; `root` is the node id of its last token."""
-        self._used = max(self._used, prompt_length)
-        self._visible[root] = False
-        self._visible[root, :prompt_length] = True
+    RING = 4  # copies that may be under way
 
-    def enter(self, batch: NodeBatch, slots: Sequence[int]) -> NodeBatch:
-        """Give the batch its slots and its mask: each node sees what its parent sees, and its own slot."""
-        self._used = max(self._used, *(slot + 1 for slot in slots))
-        own = torch.tensor(slots, device=self._visible.device)
-        rows = self._visible[batch.parents]
-        rows[torch.arange(len(rows), device=rows.device), own] = True
-        self._visible[batch.nodes] = rows
-        mask = rows[:, : self._used]
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._buffers: list[tuple[Tensor, torch.cuda.Event] | None] = [None] * self.RING
+        self._next = 0
+
+    def copy(self, numbers: Sequence) -> Tensor:
+        """The numbers, int64, in new memory on the device."""
+        tensor = torch.tensor(numbers, dtype=torch.long)
+        return tensor if self._device.type != "cuda" else self._through_pinned(tensor)
+
+    def _through_pinned(self, tensor: Tensor) -> Tensor:
+        place = self._next = (self._next + 1) % self.RING
+        if self._buffers[place] is not None:
+            self._buffers[place][1].synchronize()  # an earlier copy from this buffer: long done
+        if self._buffers[place] is None or self._buffers[place][0].numel() < tensor.numel():
+            size = max(256, 2 * tensor.numel())
+            self._buffers[place] = torch.empty(size, dtype=tensor.dtype, pin_memory=True), torch.cuda.Event()
+        buffer, copied = self._buffers[place]
+        on_device = buffer[: tensor.numel()].copy_(tensor.flatten()).to(self._device, non_blocking=True)
+        copied.record()
+        return on_device.view(tensor.shape)
+
+
+class NodeBoard:
+    """Brings nodes to the device, one copy per batch; for a tree it also says which KV slots each node sees."""
+
+    def __init__(self, device: torch.device, window: int | None = None):
+        """`window`: the target's sliding window, in tokens, if it has one."""
+        self._device, self._window, self._copies = device, window, HostCopies(device)
+        self._used = 0  # KV slots in use so far, from slot 0 up
+        self._visible: Tensor | None = None  # [nodes, slots] bool: row i is node i's own view; None in a chain
+        self._positions: Tensor  # [slots] of the token in each slot
+        self._range: Tensor  # [W] 0, 1, 2 ...
+
+    def start(self, plan: CachePlan, prompt_length: int, root: int) -> None:
+        """A generation begins: its prompt fills the first slots, `root` is the node id of its last token."""
+        self._visible, self._used = None, prompt_length
+        if plan.tree:
+            self._visible = torch.zeros(plan.nodes, plan.slots, dtype=torch.bool, device=self._device)
+            self._visible[root, :prompt_length] = True
+            self._positions = torch.arange(plan.slots, device=self._device)
+            self._range = torch.arange(plan.width, device=self._device)
+
+    def enter(self, position: int, rows: Sequence[NodeRow]) -> NodeBatch:
+        """The batch of some nodes at one position: each sees what its parent sees, and its own slot."""
+        batch = NodeBatch(position, tuple(row.id for row in rows), self._copies.copy(rows))
+        if self._visible is None:
+            return batch
+        self._used = max(self._used, *(row.slot + 1 for row in rows))
+        visible = self._visible[batch.parents]
+        visible[self._range[: len(rows)], batch.slots] = True
+        self._visible[batch.nodes] = visible
+        mask = visible[:, : self._used]
         if self._window is None:
-            return batch._replace(slots=own, mask=mask)
-        self._positions[own] = batch.position
-        recent = self._positions[: self._used] >= oldest_seen(batch.position, self._window)
-        return batch._replace(slots=own, mask=mask, window_mask=mask & recent)
+            return batch._replace(mask=mask)
+        self._positions[batch.slots] = position
+        recent = self._positions[: self._used] >= oldest_seen(position, self._window)
+        return batch._replace(mask=mask, window_mask=mask & recent)
+
+
+class Place(NamedTuple):
+    """What layers are about to run, and where it goes in their memory."""
+
+    first: int  # the first of the KV slots that are written in a row ...
+    used: int  # ... and the end of them; all slots before it are shown to attention
+    slots: Tensor | None  # [w] KV slots that are written one by one, in place of a row of them
+    parents: Tensor | None  # [w] linear-attention states that are read; None: there is no state yet
+    nodes: Tensor  # [w] states that are written
+
+
+class KVMemory:
+    """Keys and values of one attention layer: a slot for each position, in a tree for each live node."""
+
+    def __init__(self, keys: Tensor, values: Tensor, window: int | None = None):
+        self.keys, self.values, self._window = keys, values, window  # [1, H_kv, slots, D]
+        self.place: Place
+
+    def update(self, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Store new keys and values ([w, H_kv, q, D]); return all that the mask may show, shared by the w rows."""
+        place, oldest = self.place, 0
+        if place.slots is None:
+            self.keys[:, :, place.first : place.used].copy_(key)
+            self.values[:, :, place.first : place.used].copy_(value)
+            if self._window is not None:
+                oldest = oldest_seen(place.first, self._window)
+        else:
+            self.keys[0].index_copy_(1, place.slots, key[:, :, 0].transpose(0, 1))
+            self.values[0].index_copy_(1, place.slots, value[:, :, 0].transpose(0, 1))
+        rows, shown = len(key), slice(oldest, place.used)
+        return self.keys[:, :, shown].expand(rows, -1, -1, -1), self.values[:, :, shown].expand(rows, -1, -1, -1)
+
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        return self.keys, self.values
+
+
+class LinearMemory:
+    """States of one linear-attention layer, a convolution's and a recurrent one for each live node.
+
+    The state of a node's parent is what the node starts from, so that rollback is exact and free.
+    """
+
+    def __init__(self, conv: Tensor, recurrent: Tensor):
+        self.conv = conv  # [nodes, channels, kernel]
+        self.recurrent = recurrent  # [nodes, heads, D_k, D_v], float32
+        self.place: Place
+        self._gathered: Tensor | None = None  # the convolution states that the layer is updating in place
+
+    def is_recording_past(self, *_: Any) -> bool:
+        return False
+
+    def get_conv_state(self, *_: Any, **__: Any) -> Tensor | None:
+        """The parents' convolution states [w, channels, kernel], for the layer to update in place."""
+        if self.place.parents is None:
+            return None
+        self._gathered = self.conv[self.place.parents]
+        return self._gathered
+
+    def get_recurrent_state(self, *_: Any, **__: Any) -> Tensor | None:
+        """The parents' recurrent states [w, heads, D_k, D_v]."""
+        return None if self.place.parents is None else self.recurrent[self.place.parents]
+
+    def update_conv_state(self, inputs: Tensor, layer_idx: int, conv_kernel_size: int, **_: Any) -> Tensor:
+        """Several positions at once (prefill, [1, channels, q]): returns them with the left context they need."""
+        left = inputs.new_zeros(*inputs.shape[:2], conv_kernel_size)
+        if self.place.parents is not None:
+            left = self._gathered
+        inputs = torch.cat([left, inputs], dim=-1)
+        self._gathered = inputs[..., -conv_kernel_size:]
+        return inputs
+
+    def update_recurrent_state(self, state: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Store the new states ([w, heads, D_k, D_v]) under the nodes' own ids. The layer calls this last."""
+        self.conv[self.place.nodes] = self._gathered
+        self.recurrent[self.place.nodes] = state
+        self._gathered = None
+        return state
+
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        return self.conv, self.recurrent
 
 
 class StageCache:
-    """Keys, values and linear-attention states of one stage's layers, preallocated.
+    """Keys, values and linear-attention states of one stage's layers, preallocated: `cache[layer]` is one layer's.
 
-    The decoder layers of `transformers` see it as their cache. KV: one slot a (position, tree node), so a rejected
-    token costs nothing to drop. Linear attention: one convolution and one recurrent state a live node; the state of
-    a node's parent is what the node starts from, so rollback is exact and free as well. A layer with a sliding window
-    has all the slots too, since a rollback may need the oldest of them again; in a chain it reads the window alone.
-
-    Source of the interface: `transformers.cache_utils`, the methods that decoder layers call.
+    The decoder layers of `transformers` see a layer's memory as their cache (the methods of `transformers.cache_utils`
+    that they call). A rejected token costs nothing to drop. A layer with a sliding window has all the slots too, since
+    a rollback may need the oldest of them again; in a chain it reads the window alone.
     """
 
     def __init__(
         self, config: PreTrainedConfig, layers: range, plan: CachePlan, dtype: torch.dtype, device: torch.device
     ):
-        kv_shape = (1, config.num_key_value_heads, plan.slots, head_dim(config))
-        self._keys: dict[int, Tensor] = {}  # layer -> [1, H_kv, slots, D]
-        self._values: dict[int, Tensor] = {}
-        self._conv: dict[int, Tensor] = {}  # layer -> [nodes, channels, kernel]
-        self._recurrent: dict[int, Tensor] = {}  # layer -> [nodes, heads, D_k, D_v], float32
         types = layer_types(config)
-        self._windows = {layer: config.sliding_window for layer in layers if types[layer] == SLIDING}
+        self.plan = plan
+        self._layers: dict[int, KVMemory | LinearMemory] = {}
         for layer in layers:
             if types[layer] == LINEAR:
-                key_width = config.linear_num_key_heads * config.linear_key_head_dim
-                value_width = config.linear_num_value_heads * config.linear_value_head_dim
-                conv_shape = (plan.nodes, 2 * key_width + value_width, config.linear_conv_kernel_dim)
-                state_shape = (config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim)
-                self._conv[layer] = torch.zeros(conv_shape, dtype=dtype, device=device)
-                self._recurrent[layer] = torch.zeros((plan.nodes, *state_shape), dtype=torch.float32, device=device)
+                self._layers[layer] = LinearMemory(*_linear_states(config, plan.nodes, dtype, device))
             else:
-                self._keys[layer] = torch.zeros(kv_shape, dtype=dtype, device=device)
-                self._values[layer] = torch.zeros(kv_shape, dtype=dtype, device=device)
-        # What the layers are about to run: set by `prefill` and `enter`.
-        self._first = self._used = 0  # KV slots written in a row, and visible in all
-        self._slots: Tensor | None = None  # [w] KV slots written one by one (tree)
-        self._parents: Tensor | None = None  # [w] states read; None: there is no state yet
-        self._nodes: Tensor | None = None  # [w] states written
-        self._gathered: dict[int, Tensor] = {}  # conv states that a layer is updating in place
+                shape = (1, config.num_key_value_heads, plan.slots, head_dim(config))
+                keys, values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+                self._layers[layer] = KVMemory(keys, values, config.sliding_window if types[layer] == SLIDING else None)
+
+    def __getitem__(self, layer: int) -> KVMemory | LinearMemory:
+        return self._layers[layer]
 
     def tensors(self) -> list[Tensor]:
         """All memory, layer by layer."""
-        stores = (self._keys, self._values, self._conv, self._recurrent)
-        return [tensor for store in stores for tensor in store.values()]
+        return [tensor for memory in self._layers.values() for tensor in memory.tensors()]
 
     def nbytes(self) -> int:
         """Bytes held, all layers together."""
@@ -546,70 +664,42 @@ class StageCache:
 
     def prefill(self, start: int, length: int, root: Tensor) -> None:
         """The layers will run prompt positions `start .. start + length - 1`; `root` [1] is the prompt's node id."""
-        self._first, self._used, self._slots = start, start + length, None
-        self._parents, self._nodes = (root if start else None), root
+        self._run_at(Place(start, start + length, None, root if start else None, root))
 
     def enter(self, batch: NodeBatch) -> None:
-        """The layers will run this batch."""
-        if batch.slots is None:
-            self._first, self._used, self._slots = batch.position, batch.position + 1, None
+        """The layers will run this batch: a tree's, which has masks, or a chain's."""
+        if batch.mask is None:
+            self._run_at(Place(batch.position, batch.position + 1, None, batch.parents, batch.nodes))
         else:
-            self._used, self._slots = batch.mask.shape[1], batch.slots
-        self._parents, self._nodes = batch.parents, batch.nodes
+            self._run_at(Place(0, batch.mask.shape[1], batch.slots, batch.parents, batch.nodes))
+
+    def _run_at(self, place: Place) -> None:
+        for memory in self._layers.values():
+            memory.place = place
 
     def kv(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of a full-attention layer at the given slots, each [H_kv, len(slots), D]."""
-        return self._keys[layer][0][:, slots], self._values[layer][0][:, slots]
+        memory = self._layers[layer]
+        return memory.keys[0][:, slots], memory.values[0][:, slots]
 
     def linear_state(self, layer: int, node: int) -> tuple[Tensor, Tensor]:
         """Convolution [channels, kernel] and recurrent [heads, D_k, D_v] state of a node in a linear layer."""
-        return self._conv[layer][node], self._recurrent[layer][node]
+        memory = self._layers[layer]
+        return memory.conv[node], memory.recurrent[node]
 
-    # The interface that decoder layers call.
 
-    def update(self, key: Tensor, value: Tensor, layer_idx: int, **_: Any) -> tuple[Tensor, Tensor]:
-        """Store new keys and values ([w, H_kv, q, D]); return all that the mask may show, shared by the w rows."""
-        keys, values = self._keys[layer_idx], self._values[layer_idx]
-        oldest = 0
-        if self._slots is None:
-            keys[:, :, self._first : self._used].copy_(key)
-            values[:, :, self._first : self._used].copy_(value)
-            if layer_idx in self._windows:
-                oldest = oldest_seen(self._first, self._windows[layer_idx])
-        else:
-            keys[0].index_copy_(1, self._slots, key[:, :, 0].transpose(0, 1))
-            values[0].index_copy_(1, self._slots, value[:, :, 0].transpose(0, 1))
-        rows, shown = len(key), slice(oldest, self._used)
-        return keys[:, :, shown].expand(rows, -1, -1, -1), values[:, :, shown].expand(rows, -1, -1, -1)
-
-    def is_recording_past(self, layer_idx: int) -> bool:
-        return False
-
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """The parents' convolution states [w, channels, kernel], for the layer to update in place."""
-        if self._parents is None:
-            return None
-        self._gathered[layer_idx] = self._conv[layer_idx][self._parents]
-        return self._gathered[layer_idx]
-
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """The parents' recurrent states [w, heads, D_k, D_v]."""
-        return None if self._parents is None else self._recurrent[layer_idx][self._parents]
-
-    def update_conv_state(self, inputs: Tensor, layer_idx: int, conv_kernel_size: int, **_: Any) -> Tensor:
-        """Several positions at once (prefill, [1, channels, q]): returns them with the left context they need."""
-        left = inputs.new_zeros(*inputs.shape[:2], conv_kernel_size)
-        if self._parents is not None:
-            left = self._gathered[layer_idx]
-        inputs = torch.cat([left, inputs], dim=-1)
-        self._gathered[layer_idx] = inputs[..., -conv_kernel_size:]
-        return inputs
-
-    def update_recurrent_state(self, state: Tensor, layer_idx: int, **_: Any) -> Tensor:
-        """Store the new states ([w, heads, D_k, D_v]) under the nodes' own ids. Linear layers call this last."""
-        self._conv[layer_idx][self._nodes] = self._gathered.pop(layer_idx)
-        self._recurrent[layer_idx][self._nodes] = state
-        return state
+def _linear_states(
+    config: PreTrainedConfig, nodes: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Zero convolution and recurrent states of a linear-attention layer, as `LinearMemory` holds them."""
+    key_width = config.linear_num_key_heads * config.linear_key_head_dim
+    value_width = config.linear_num_value_heads * config.linear_value_head_dim
+    conv_shape = (nodes, 2 * key_width + value_width, config.linear_conv_kernel_dim)
+    state_shape = (nodes, config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim)
+    return (
+        torch.zeros(conv_shape, dtype=dtype, device=device),
+        torch.zeros(state_shape, dtype=torch.float32, device=device),
+    )
 
 
 def head_dim(config: PreTrainedConfig) -> int:
@@ -761,6 +851,7 @@ class Target:
         self.lm_head: nn.Linear = model.lm_head
         self._rotary: nn.Module = model.model.rotary_emb
         self._rope: tuple[Tensor, Tensor] | None = None
+        self._compiled_layers: dict[str, Callable[..., Tensor]] = {}  # by kind of layer
 
     @classmethod
     def load(
@@ -866,16 +957,35 @@ class Target:
         cache: StageCache | None,
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """`run_layers` with the positions' rotary cosines and sines, [1, q, D_rot] each: nothing but tensors."""
-        if self.needs_float_mask:
-            masks = Masks(*(None if mask is None else float_mask(mask, hidden.dtype) for mask in masks))
+        masks = self.attention_masks(masks, hidden.dtype)
         mask_of = {FULL: masks.full, SLIDING: masks.window, LINEAR: None}
         captured = {}
         for index in layers:
             mask = mask_of[self.layer_types[index]]
-            hidden = self.layers[index](hidden, attention_mask=mask, position_embeddings=rope, cache=cache)
+            memory = None if cache is None else cache[index]
+            hidden = self.layers[index](hidden, attention_mask=mask, position_embeddings=rope, cache=memory)
             if index + 1 in anchors:
                 captured[index + 1] = hidden
         return hidden, captured
+
+    def compiled_layer(self, kind: str) -> Callable[..., Tensor]:
+        """One layer of a kind, compiled, whose weights are arguments: it runs every layer of that kind.
+
+        (weights, hidden [W, 1, H], rope, mask, the layer's two memory tensors, nodes, parents, slots, [W] each) -> the
+        layer's output. Compiled anew for other shapes only; what cannot be compiled is an error, never run otherwise.
+        """
+        if kind not in self._compiled_layers:
+            template = self.layers[self.layer_types.index(kind)]
+            run = partial(_run_layer, template, LinearMemory if kind == LINEAR else KVMemory)
+            torch._dynamo.config.recompile_limit = MOST_SHAPES
+            self._compiled_layers[kind] = torch.compile(run, dynamic=False, fullgraph=True)
+        return self._compiled_layers[kind]
+
+    def attention_masks(self, masks: Masks, dtype: torch.dtype) -> Masks:
+        """Bool masks as this target's attention takes them."""
+        if not self.needs_float_mask:
+            return masks
+        return Masks(*(None if mask is None else float_mask(mask, dtype) for mask in masks))
 
     def prompt_masks(self, length: int, start: int, device: torch.device) -> Masks:
         """Causal masks of positions `start .. start + length - 1`, over the keys that `StageCache.update` returns.
@@ -896,10 +1006,22 @@ class Target:
         """Whether attention takes additive masks, and no mask means no causality either."""
         return self.config._attn_implementation == "eager"
 
-    def partition(self, stage_sizes: Sequence[int], anchors: Sequence[int] = (0,)) -> list[Stage]:
-        """The stages of a split; each captures the anchors that its own layers produce."""
-        bounds = layers_available(stage_sizes)
-        return [Stage(self, range(lo, hi), anchors) for lo, hi in pairwise(bounds)]
+    def partition(self, stage_sizes: Sequence[int], *, compiled: bool = False) -> list[Stage]:
+        """The stages of a split; `compiled` as for `Stage`."""
+        bounds = pairwise(layers_available(stage_sizes))
+        return [Stage(self, range(lo, hi), compiled=compiled) for lo, hi in bounds]
+
+
+MOST_SHAPES = 64  # kinds of layers, widths and capacities in one process; torch's own limit of 8 is an error here
+
+
+def _run_layer(template, memory_class, weights, hidden, rope, mask, first, second, nodes, parents, slots):
+    """A decoder layer with the weights of any layer of its kind: see `Target.compiled_layer`."""
+    memory = memory_class(first, second)
+    memory.place = Place(0, first.shape[2], slots, parents, nodes)
+    return functional_call(
+        template, weights, (hidden,), {"attention_mask": mask, "position_embeddings": rope, "cache": memory}
+    )
 
 
 def default_target_path(config: HeadConfig, path: str | None) -> str:
@@ -993,34 +1115,177 @@ def check_layer_types(config: PreTrainedConfig) -> None:
 
 
 class Stage:
-    """Decoder layers [lo, hi) of the target, which all the tokens at depth s run through in one cycle.
+    """Decoder layers [lo, hi) of the target with their memory, which all the tokens at depth s run through in a cycle.
 
-    Both calls return the hidden states that leave the stage and the anchors captured on the way: {b: h_b}, taken
-    from the layers' outputs, before any final norm.
+    The one class that runs layers: local stages, ranks, the autoregressive baseline (one stage) and all drafters use
+    it. Hidden states are [q, H] or [w, H]; every call returns those that leave the stage and the anchors captured on
+    the way: {b: h_b}, taken from the layers' outputs, before any final norm.
     """
 
-    def __init__(self, target: Target, layers: range, anchors: Sequence[int]):
-        self._target = target
-        self.layers = layers
-        self.anchors = frozenset(b for b in anchors if layers.start < b <= layers.stop)
+    def __init__(self, target: Target, layers: range, *, compiled: bool = False):
+        """`compiled`: batches of nodes go through compiled layers, on CUDA as one graph; prompts run as ever."""
+        self._target, self.layers, self._compiled = target, layers, compiled
+        self.anchors: frozenset[int] = frozenset()  # the b of the h_b that are captured
+        self.cache: StageCache | None = None  # as large as the largest generation so far
+        self._static: dict[int, StaticForward] = {}  # by width W, of compiled batches
+        self._root: Tensor  # [1] node id of the prompt's last token
 
-    def new_cache(self, plan: CachePlan) -> StageCache:
-        return StageCache(self._target.config, self.layers, plan, self._target.dtype, self._target.device)
+    def start(self, plan: CachePlan, root: int, anchors: Iterable[int] = ()) -> None:
+        """A generation begins: have memory for it, capture those of the anchors that these layers produce."""
+        target = self._target
+        self.anchors = frozenset(b for b in anchors if self.layers.start < b <= self.layers.stop)
+        if self._compiled:
+            plan = plan.in_steps()
+        if self.cache is None or not self.cache.plan.fits(plan):
+            plan = plan if self.cache is None else plan.joined(self.cache.plan)
+            self.cache, self._static = None, {}  # their memory can be used again
+            self.cache = StageCache(target.config, self.layers, plan, target.dtype, target.device)
+        self._root = torch.tensor([root], device=target.device)
+        if self._compiled:
+            if plan.width not in self._static:
+                self._static[plan.width] = StaticForward(target, self.layers, self.cache, plan.width)
+            self._static[plan.width].start(self.anchors)
+        self._width = plan.width
 
-    def prefill(self, hidden: Tensor, start: int, cache: StageCache, root: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
-        """Run a chunk of the prompt, [1, q, H] at positions start .. start + q - 1."""
-        length = hidden.shape[1]
-        cache.prefill(start, length, root)
+    def prefill(self, hidden: Tensor, start: int) -> tuple[Tensor, dict[int, Tensor]]:
+        """Run a chunk of the prompt, [q, H] at positions start .. start + q - 1."""
+        length = len(hidden)
+        self.cache.prefill(start, length, self._root)
         masks = self._target.prompt_masks(length, start, hidden.device)
-        return self._run(hidden, slice(start, start + length), masks, cache)
+        return _rows(*self._run(self.layers, hidden[None], slice(start, start + length), masks), 0)
 
-    def run(self, hidden: Tensor, batch: NodeBatch, cache: StageCache) -> tuple[Tensor, dict[int, Tensor]]:
-        """Run one position's nodes, [w, 1, H]."""
-        cache.enter(batch)
-        return self._run(hidden, slice(batch.position, batch.position + 1), batch.masks, cache)
+    def run(self, batch: NodeBatch, hidden: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
+        """Run one position's nodes, [w, H]."""
+        if self._compiled:
+            return self._static[self._width].run(batch, hidden)
+        self.cache.enter(batch)
+        position = slice(batch.position, batch.position + 1)
+        return _rows(*self._run(self.layers, hidden[:, None], position, batch.masks), 1)
 
-    def _run(self, hidden: Tensor, positions: slice, masks: Masks, cache: StageCache):
-        return self._target.run_layers(self.layers, hidden, positions, masks, self.anchors, cache)
+    def run_chain(self, batches: Sequence[NodeBatch], hidden: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
+        """Run a chain of q tokens at successive positions in one pass, [q, H].
+
+        Linear-attention layers leave a state after every token only when they run one token at a time; the others run
+        them all at once, as a prompt.
+        """
+        start, hidden, captured = batches[0].position, hidden[None], {}
+        positions, masks = (
+            slice(start, start + len(batches)),
+            self._target.prompt_masks(len(batches), start, hidden.device),
+        )
+        for one_by_one, group in groupby(self.layers, partial(is_linear_attention, self._target.config)):
+            layers = list(group)
+            layers = range(layers[0], layers[-1] + 1)
+            if one_by_one:
+                parts = []
+                for row, batch in enumerate(batches):
+                    self.cache.enter(batch)
+                    place = slice(start + row, start + row + 1)
+                    parts.append(self._run(layers, hidden[:, row : row + 1], place, Masks()))
+                hidden = torch.cat([part for part, _ in parts], dim=1)
+                captured |= {b: torch.cat([found[b] for _, found in parts], dim=1) for b in parts[0][1]}
+            else:
+                self.cache.prefill(start, len(batches), batches[-1].nodes)
+                hidden, found = self._run(layers, hidden, positions, masks)
+                captured |= found
+        return _rows(hidden, captured, 0)
+
+    def _run(self, layers: range, hidden: Tensor, positions: slice, masks: Masks) -> tuple[Tensor, dict[int, Tensor]]:
+        return self._target.run_layers(layers, hidden, positions, masks, self.anchors, self.cache)
+
+
+def _rows(hidden: Tensor, captured: dict[int, Tensor], dim: int) -> tuple[Tensor, dict[int, Tensor]]:
+    """Hidden states and anchors without a dimension of size 1."""
+    return hidden.squeeze(dim), {b: states.squeeze(dim) for b, states in captured.items()}
+
+
+WARM_UP_RUNS = 2  # of compiled layers, before a generation's prompt
+
+
+class StaticForward:
+    """A stage's forward of a batch in shapes and addresses that never change, through compiled layers.
+
+    A batch is always W nodes wide (the first one stands in for missing ones), and attention sees all KV slots under a
+    mask. Each kind of layer is compiled once and serves all layers of its kind. On CUDA the whole forward is captured
+    as one graph, and what leaves it is copied, as the next replay writes to the same memory.
+    """
+
+    def __init__(self, target: Target, layers: range, cache: StageCache, width: int):
+        self._target, self._layers, self._cache = target, layers, cache
+        device, slots = target.device, cache.plan.slots
+        self._slots = torch.arange(slots, device=device)
+        self._rows = torch.zeros(width, 4, dtype=torch.long, device=device)
+        self._hidden = torch.zeros(width, 1, target.config.hidden_size, dtype=target.dtype, device=device)
+        self._rope = tuple(table[:, :1].clone() for table in target.rope(1))
+        window = None if target.window is None else torch.zeros(width, 1, 1, slots, dtype=torch.bool, device=device)
+        self._masks = Masks(torch.zeros(width, 1, 1, slots, dtype=torch.bool, device=device), window)
+        self._anchors: frozenset[int] | None = None
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._outputs: tuple[Tensor, dict[int, Tensor]]  # of the graph
+
+    def start(self, anchors: frozenset[int]) -> None:
+        """A generation begins. Compiles, warms up and captures where that has not been done for these anchors."""
+        for mask in self._masks:
+            if mask is not None:
+                mask.zero_()
+        if anchors == self._anchors:
+            return
+        self._anchors, self._graph = anchors, None
+        self._masks.full[..., 0] = True  # no row without a key
+        if self._target.window is not None:
+            self._masks.window[..., 0] = True
+        for _ in range(WARM_UP_RUNS):
+            self._forward()
+        if self._target.device.type == "cuda":
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph):
+                self._outputs = self._forward()
+
+    def run(self, batch: NodeBatch, hidden: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
+        """Run a batch's nodes, [w, H]; returns as `Stage.run`."""
+        count = len(hidden)
+        self._fill(self._rows, batch.rows)
+        self._fill(self._hidden, hidden[:, None])
+        for fixed, table in zip(self._rope, self._target.rope(batch.position + 1), strict=True):
+            fixed.copy_(table[:, batch.position : batch.position + 1])
+        self._fill_masks(batch)
+        if self._graph is None:
+            output, captured = self._forward()
+            return output[:count, 0], {b: states[:count, 0] for b, states in captured.items()}
+        self._graph.replay()
+        output, captured = self._outputs
+        return output[:count, 0].clone(), {b: states[:count, 0].clone() for b, states in captured.items()}
+
+    def _fill_masks(self, batch: NodeBatch) -> None:
+        if batch.mask is not None:
+            for fixed, mask in zip(self._masks, batch.masks, strict=True):
+                if mask is not None:
+                    self._fill(fixed[..., : mask.shape[-1]], mask)
+            return
+        past = self._slots <= batch.position
+        self._masks.full.copy_(past)
+        if self._target.window is not None:
+            self._masks.window.copy_(past & (self._slots >= oldest_seen(batch.position, self._target.window)))
+
+    @staticmethod
+    def _fill(fixed: Tensor, ours: Tensor) -> None:
+        """Copy w rows into W, the first one into those that are missing as well."""
+        fixed[: len(ours)] = ours
+        if len(ours) < len(fixed):
+            fixed[len(ours) :] = ours[:1]
+
+    def _forward(self) -> tuple[Tensor, dict[int, Tensor]]:
+        target, hidden, captured = self._target, self._hidden, {}
+        _, nodes, parents, slots = self._rows.unbind(1)
+        masks = target.attention_masks(self._masks, hidden.dtype)
+        for index in self._layers:
+            kind, memory = target.layer_types[index], self._cache[index].tensors()
+            seen = None if kind == LINEAR else masks.window if kind == SLIDING else masks.full
+            weights = dict(target.layers[index].named_parameters())
+            hidden = target.compiled_layer(kind)(weights, hidden, self._rope, seen, *memory, nodes, parents, slots)
+            if index + 1 in self._anchors:
+                captured[index + 1] = hidden
+        return hidden, captured
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -18,8 +18,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
-from itertools import groupby
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -27,14 +26,13 @@ from torch.nn.functional import pad
 from transformers import PreTrainedConfig
 
 from baselines.common import BaselineConfig, PlainHead
-from pipeline_inference import Captured, Completed, Decoder, LocalExecutor, Node, PromptOutput, TokenTree
+from pipeline_inference import Captured, Completed, Decoder, LocalExecutor, Logits, Node, PromptOutput, TokenTree
 from pipeline_model import (
     KL,
     QUERY_CHUNK,
     CachePlan,
     HeadCache,
     LossTerms,
-    Masks,
     NodeBatch,
     Qwen3_5SpecLayer,
     Qwen3SpecLayer,
@@ -43,7 +41,6 @@ from pipeline_model import (
     causal_mask,
     distillation_loss,
     grouped_attention,
-    is_linear_attention,
     spec_layer_style,
     teacher_argmax,
 )
@@ -236,7 +233,7 @@ class ChainExecutor(LocalExecutor):
 
     def __init__(self, target: Target, anchors: Sequence[int] = (0,)):
         super().__init__(target, (target.num_layers,), anchors)
-        self._chain: list[tuple[NodeBatch, Tensor]] = []  # what entered in this cycle, with h_0 [1, 1, H]
+        self._chain: list[tuple[NodeBatch, Tensor]] = []  # what entered in this cycle, with h_0 [1, H]
 
     def start(self, prompt: Sequence[int], root: int, plan: CachePlan, timeline: Timeline) -> PromptOutput:
         self._chain = []
@@ -251,36 +248,10 @@ class ChainExecutor(LocalExecutor):
         batches, embedded = zip(*self._chain, strict=True)
         self._chain, self._inputs[0] = [], None
         with self._timeline.span(stage_row(0)):
-            hidden, anchors = self._run(batches, torch.cat(embedded, dim=1))
-        logits = cache(partial(self.target.logits, hidden[0]))  # of all tokens at once, when the first is asked for
+            hidden, anchors = self.stages[0].run_chain(batches, torch.cat(embedded))
         ids = tuple(node for batch in batches for node in batch.ids)
-        captured = Captured(torch.tensor(ids, device=self.device), {b: h[0] for b, h in anchors.items()})
-        return [captured], Completed(ids, lambda row: logits()[row])
-
-    def _run(self, batches: Sequence[NodeBatch], hidden: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
-        """All layers over q tokens of successive positions, [1, q, H].
-
-        Linear-attention layers leave a state behind every token only when they run one token at a time; the others run
-        them all at once, as a prompt.
-        """
-        (stage,), (memory,), captured = self.stages, self.caches, {}
-        start, stop = batches[0].position, batches[-1].position + 1
-        masks = self.target.prompt_masks(len(batches), start, hidden.device)
-        for linear, group in groupby(stage.layers, partial(is_linear_attention, self.target.config)):
-            layers = list(group)
-            run = partial(self.target.run_layers, range(layers[0], layers[-1] + 1), anchors=stage.anchors, cache=memory)
-            if linear:
-                parts = []
-                for row, batch in enumerate(batches):
-                    memory.enter(batch)
-                    parts.append(run(hidden[:, row : row + 1], slice(start + row, start + row + 1), Masks()))
-                hidden = torch.cat([part for part, _ in parts], dim=1)
-                captured |= {b: torch.cat([found[b] for _, found in parts], dim=1) for b in parts[0][1]}
-            else:
-                memory.prefill(start, len(batches), batches[-1].nodes)
-                hidden, found = run(hidden, slice(start, stop), masks)
-                captured |= found
-        return hidden, captured
+        captured = Captured(torch.cat([batch.nodes for batch in batches]), anchors)
+        return [captured], Completed(ids, Logits.of_all(partial(self.target.logits, hidden)))
 
 
 class Eagle3Drafter:

@@ -64,9 +64,9 @@ class FirstStageExecutor(LocalExecutor):
             return None
         batch, hidden = self._inputs[0]
         with self._timeline.span(stage_row(0)):
-            hidden, _ = self.stages[0].run(hidden, batch, self.caches[0])
+            hidden, _ = self.stages[0].run(batch, hidden)
         self._inputs[0], self._early = None, (batch, hidden)
-        return hidden[:, 0]
+        return hidden
 
     def finish_cycle(self) -> tuple[list[Captured], Completed | None]:
         finished = super().finish_cycle()

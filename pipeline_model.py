@@ -968,15 +968,15 @@ class Target:
                 captured[index + 1] = hidden
         return hidden, captured
 
-    def compiled_layer(self, kind: str) -> Callable[..., Tensor]:
-        """One layer of a kind, compiled, whose weights are arguments: it runs every layer of that kind.
+    def compiled_layer(self, index: int) -> Callable[..., Tensor]:
+        """The forward of a layer (0-based), compiled with its weights as arguments: one for all layers of its kind.
 
         (weights, hidden [W, 1, H], rope, mask, the layer's two memory tensors, nodes, parents, slots, [W] each) -> the
         layer's output. Compiled anew for other shapes only; what cannot be compiled is an error, never run otherwise.
         """
+        kind = self.layer_types[index]
         if kind not in self._compiled_layers:
-            template = self.layers[self.layer_types.index(kind)]
-            run = partial(_run_layer, template, LinearMemory if kind == LINEAR else KVMemory)
+            run = partial(_run_layer, self.layers[index], LinearMemory if kind == LINEAR else KVMemory)
             torch._dynamo.config.recompile_limit = MOST_SHAPES
             self._compiled_layers[kind] = torch.compile(run, dynamic=False, fullgraph=True)
         return self._compiled_layers[kind]
@@ -1282,7 +1282,7 @@ class StaticForward:
             kind, memory = target.layer_types[index], self._cache[index].tensors()
             seen = None if kind == LINEAR else masks.window if kind == SLIDING else masks.full
             weights = dict(target.layers[index].named_parameters())
-            hidden = target.compiled_layer(kind)(weights, hidden, self._rope, seen, *memory, nodes, parents, slots)
+            hidden = target.compiled_layer(index)(weights, hidden, self._rope, seen, *memory, nodes, parents, slots)
             if index + 1 in self._anchors:
                 captured[index + 1] = hidden
         return hidden, captured

@@ -24,6 +24,7 @@ import socket
 import statistics
 import sys
 import time
+from collections.abc import Iterable
 from datetime import timedelta
 from itertools import pairwise
 from multiprocessing import get_context
@@ -37,12 +38,11 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from distributed_inference.layout import DRAFT_RANK, Layout
-from distributed_inference.messages import Batch, Start
 from distributed_inference.remote import Pipeline, RemoteExecutor
 from distributed_inference.stages import Setup, StageServer
 from distributed_inference.startup import Group
 from pipeline_inference import Decoder, Generation
-from pipeline_model import auto_anchors
+from pipeline_model import CachePlan, NodeBatch, auto_anchors
 from script_utils import Parser, git_commit, markdown_table, run_script
 
 VOCAB = 1000
@@ -67,7 +67,7 @@ def build_parser() -> Parser:
 class SleepingTarget:
     """Stands for the target on every rank: hidden states are zeros, and logits take their time."""
 
-    device = torch.device("cpu")
+    device, window = torch.device("cpu"), None
 
     def __init__(self, args: argparse.Namespace):
         self.config = SimpleNamespace(hidden_size=args.hidden_size, vocab_size=VOCAB)
@@ -79,25 +79,27 @@ class SleepingTarget:
         return self._embedding[tokens]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        time.sleep(self._seconds)
+        if self._seconds:
+            time.sleep(self._seconds)
         return self._logits.expand(*hidden.shape[:-1], VOCAB)
 
 
 class SleepingStage:
     """Stands for the layers of a stage: its output and its anchors are its input."""
 
-    def __init__(self, args: argparse.Namespace, num_anchors: int):
-        self._seconds, self._num_anchors = args.stage_ms / 1e3, num_anchors
+    def __init__(self, args: argparse.Namespace, anchors: Iterable[int] = ()):
+        self._seconds, self._anchors = args.stage_ms / 1e3, tuple(anchors)
 
-    def start(self, start: Start) -> None:
+    def start(self, plan: CachePlan, root: int, anchors: Iterable[int] = ()) -> None:
         pass
 
-    def prefill(self, hidden: Tensor, position: int) -> tuple[Tensor, list[Tensor]]:
-        return hidden, [hidden] * self._num_anchors
+    def prefill(self, hidden: Tensor, start: int) -> tuple[Tensor, dict[int, Tensor]]:
+        return hidden, dict.fromkeys(self._anchors, hidden)
 
-    def run(self, batch: Batch, hidden: Tensor) -> tuple[Tensor, list[Tensor]]:
-        time.sleep(self._seconds)
-        return hidden, [hidden] * self._num_anchors
+    def run(self, batch: NodeBatch, hidden: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
+        if self._seconds:
+            time.sleep(self._seconds)
+        return hidden, dict.fromkeys(self._anchors, hidden)
 
 
 class SleepingDrafter:
@@ -121,7 +123,8 @@ class SleepingDrafter:
                 self._features[nodes, self._anchors.index(anchor)] = states
 
     def draft(self, tree) -> Tensor:
-        time.sleep(self._seconds)
+        if self._seconds:
+            time.sleep(self._seconds)
         return self._logits
 
 
@@ -145,7 +148,7 @@ def rank_main(args: argparse.Namespace, num_stages: int, lag: int, rank: int, po
         pipeline.stop()
     else:
         stage = layout.stage_of(rank)
-        StageServer(setup, target, SleepingStage(args, len(setup.captured_by(stage, anchors)))).serve()
+        StageServer(setup, target, SleepingStage(args, setup.captured_by(stage, anchors))).serve()
     group.barrier()
 
 

@@ -43,7 +43,7 @@ from evaluation_files import device_name
 from pipeline_model import (
     CachePlan,
     HeadCache,
-    NodeBatch,
+    NodeBoard,
     NodeRow,
     SpeculationHead,
     Stage,
@@ -171,10 +171,16 @@ class Meter:
 
     def stage_ms(self, layers: range) -> float:
         """One token through some layers (0-based), behind a full context."""
-        context, stage = self.args.context, Stage(self.target, layers, ())
-        cache = stage.new_cache(CachePlan(slots=context + 1, nodes=2, tree=False))
-        batch = NodeBatch.of(context, [NodeRow(0, 1, 0, context)], self.device)
-        return self.median_ms(lambda: stage.run(self.hidden[None], batch, cache))
+        context, stage, board = (
+            self.args.context,
+            Stage(self.target, layers),
+            NodeBoard(self.device, self.target.window),
+        )
+        plan = CachePlan(slots=context + 1, nodes=2, tree=False)
+        stage.start(plan, root=0)
+        board.start(plan, context, root=0)
+        batch = board.enter(context, [NodeRow(0, 1, 0, context)])
+        return self.median_ms(lambda: stage.run(batch, self.hidden))
 
     def head_ms(self, num_stages: int) -> float:
         """A cycle's draft of a full pipeline: a new row of each type, n + 1 rows through the layers, one draft."""

@@ -25,11 +25,10 @@ import transformers
 from transformers import PreTrainedConfig
 
 from distributed_inference.addresses import public_addresses
-from distributed_inference.compiled import CompiledStageRunner
 from distributed_inference.connections import LostRank
 from distributed_inference.layout import DRAFT_RANK, LM_HEAD_PLACES, Layout, parse_gpus
 from distributed_inference.remote import Pipeline, RemoteExecutor
-from distributed_inference.stages import Setup, StageRunner, StageServer
+from distributed_inference.stages import Setup, StageServer
 from distributed_inference.startup import (
     SHOWN_HASH,
     Environment,
@@ -58,6 +57,7 @@ from pipeline_model import (
     CachePlan,
     HeadConfig,
     SpeculationHead,
+    Stage,
     StageCache,
     Target,
     checkpoint_file,
@@ -445,23 +445,20 @@ class RankProcess:
             idle_timeout=loading,
         )
         (target, head), memory = group.agree(lambda: self._load(setup, checked), loading)
-        runner = self._runner(setup, target)
+        stage = self._stage(setup, target)
         if rank != DRAFT_RANK:
-            return serve(StageServer(setup, target, runner))
+            return serve(StageServer(setup, target, stage))
         print(memory_table(setup.layout, memory), flush=True)
         warn_of_public(wires.connections.hosts)
-        pipeline = Pipeline(setup, target, runner)
+        pipeline = Pipeline(setup, target, stage)
         code = self.script.run(Lead(args, checked, pipeline, head))
         pipeline.stop()
         return code
 
-    def _runner(self, setup: Setup, target: Target) -> StageRunner | None:
+    def _stage(self, setup: Setup, target: Target) -> Stage | None:
         """The stage that this rank runs, if it runs one."""
         stage = setup.layout.stage_of(setup.rank)
-        if stage is None:
-            return None
-        layers = setup.layout.layers(stage)
-        return CompiledStageRunner(target, layers, setup.width) if self.args.compile else StageRunner(target, layers)
+        return None if stage is None else Stage(target, setup.layout.layers(stage), compiled=self.args.compile)
 
     def _check(self, environment: Environment) -> tuple[Checked, dict[str, str]]:
         checked = Checked(self.args, environment)

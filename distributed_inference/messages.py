@@ -36,8 +36,8 @@ class Start(NamedTuple):
 
     @classmethod
     def parse(cls, header: Sequence[int]) -> Start:
-        _, prompt_length, root, slots, nodes, tree, count, *anchors = header
-        return cls(prompt_length, root, CachePlan(slots, nodes, bool(tree)), tuple(anchors[:count]))
+        _, prompt_length, root, slots, nodes, tree, width, count, *anchors = header
+        return cls(prompt_length, root, CachePlan(slots, nodes, bool(tree), width), tuple(anchors[:count]))
 
 
 class Batch(NamedTuple):

@@ -17,23 +17,22 @@ from torch import Tensor
 from distributed_inference.layout import DRAFT_RANK
 from distributed_inference.links import Link
 from distributed_inference.messages import Batch, Kind, Start
-from distributed_inference.stages import SPAN_FIELDS, Setup, StageRunner, prompt_chunks, reported_spans
-from pipeline_inference import Captured, Completed, Node, PromptOutput
-from pipeline_model import CachePlan, Target
+from distributed_inference.stages import SPAN_FIELDS, Setup, prompt_chunks, reported_spans
+from pipeline_inference import Captured, Completed, Logits, Node, PromptOutput
+from pipeline_model import CachePlan, NodeBatch, NodeBoard, NodeRow, Stage, Target
 from timeline import WAIT, Timeline, stage_row
-
-Row = Callable[[int], Tensor]  # row of a batch -> its logits [V]
 
 
 class Pipeline:
-    """The draft rank's connections to the other ranks, and `runner`, the first stage, where that is here.
+    """The draft rank's connections to the other ranks, and `stage`, the first one, where that is here.
 
     It outlives generations.
     """
 
-    def __init__(self, setup: Setup, target: Target, runner: StageRunner | None):
+    def __init__(self, setup: Setup, target: Target, stage: Stage | None):
         layout, config = setup.layout, target.config
-        self.setup, self.target, self.runner = setup, target, runner
+        self.setup, self.target, self.stage = setup, target, stage
+        self.board = NodeBoard(target.device, None if stage is None else target.window)
         self.outbox = setup.outbox(Link.FORWARD, DRAFT_RANK + 1, config.hidden_size)
         self.inboxes = {
             stage: setup.inbox(Link.UP, layout.rank_of(stage), setup.up_payload(stage, target))
@@ -60,10 +59,10 @@ class Pipeline:
 class _Flight:
     """The nodes of one batch on their way through the stages."""
 
-    def __init__(self, cycle: int, ids: tuple[int, ...], nodes: Tensor):
-        self.cycle, self.ids = cycle, ids
-        self.nodes = nodes  # [w] the ids again
-        self.alive = list(range(len(ids)))  # rows whose nodes nobody has rolled back
+    def __init__(self, cycle: int, batch: NodeBatch):
+        self.cycle, self.ids = cycle, batch.ids
+        self.nodes = batch.nodes  # [w] the ids again, on the device
+        self.alive = list(range(len(batch.ids)))  # rows whose nodes nobody has rolled back
 
     def roll_back(self, dead: set[int]) -> None:
         self.alive = [row for row in self.alive if self.ids[row] not in dead]
@@ -81,7 +80,7 @@ class _Arrival:
     ):
         self.stage, self.flight = stage, flight
         self.anchors = anchors  # h_b [w, H] of the anchors that the stage captures
-        self.logits: Row  # of the last stage
+        self.logits: Logits  # of the last stage
         self._receive = receive
 
     @property
@@ -96,7 +95,7 @@ class _Arrival:
 
     def row_logits(self, row: int) -> Tensor:
         self.settle()
-        return self.logits(row)
+        return self.logits.row(row)
 
 
 class RemoteExecutor:
@@ -127,12 +126,15 @@ class RemoteExecutor:
         self._timeline, self._cycle, self._arrivals, self.fills = timeline, 0, [], []
         start = Start(len(prompt), root, plan, self.anchors)
         self._pipeline.outbox.send(start.header())
-        if self._pipeline.runner is not None:
-            self._pipeline.runner.start(start)
+        # Without a stage here nobody needs masks.
+        own_stage = self._pipeline.stage
+        self._pipeline.board.start(plan if own_stage is not None else plan._replace(tree=False), len(prompt), root)
+        if own_stage is not None:
+            own_stage.start(plan, root, self.anchors)
         tokens = torch.tensor(prompt, device=self.device)
         sent = [(chunk, self._send_chunk(tokens, chunk)) for chunk in prompt_chunks(len(prompt))]
         features = torch.cat([self._receive_anchors(len(chunk), captured) for chunk, captured in sent])
-        last_token = _Flight(0, (root,), torch.tensor([root], device=self.device))
+        last_token = _Flight(0, self._pipeline.board.enter(len(prompt) - 1, [NodeRow(prompt[-1], root, root, 0)]))
         output = _Arrival(self._last, last_token, partial(self._receive, captured=()))
         logits = output.row_logits(0)
         self._pipeline.outbox.flush()
@@ -142,9 +144,9 @@ class RemoteExecutor:
         """Send a chunk of the prompt on its way. Returns the anchors that this rank has, {b: h_b [q, H]}."""
         hidden = self._target.embed(tokens[chunk.start : chunk.stop])
         captured = {0: hidden}
-        if self._pipeline.runner is not None:
-            hidden, anchors = self._pipeline.runner.prefill(hidden, chunk.start)
-            captured |= zip(self._captured_by[0], anchors, strict=True)
+        if self._pipeline.stage is not None:
+            hidden, anchors = self._pipeline.stage.prefill(hidden, chunk.start)
+            captured |= anchors
         self._pipeline.outbox.send_bulk(hidden)
         return captured
 
@@ -159,22 +161,20 @@ class RemoteExecutor:
     def begin_cycle(self, position: int, entering: Sequence[Node]) -> Tensor | None:
         if self._pipeline.running is not self:
             raise RuntimeError("this generation cannot go on: another executor has begun one on the same ranks")
-        batch = Batch(self._cycle, position, [node.row for node in entering])
-        flight = None
-        if entering:
-            ids = tuple(node.id for node in entering)
-            tokens, nodes = torch.tensor([[node.token for node in entering], ids], device=self.device).unbind()
-            flight = _Flight(self._cycle, ids, nodes)
-        self._flights.appendleft(flight)  # the oldest one falls out behind the last stage
+        message = Batch(self._cycle, position, [node.row for node in entering])
+        batch = self._pipeline.board.enter(position, message.rows) if entering else None
+        # The oldest flight falls out after the last stage.
+        self._flights.appendleft(None if batch is None else _Flight(self._cycle, batch))
         self.fills.append(sum(flight is not None and bool(flight.alive) for flight in self._flights))
-        if flight is None:
-            self._pipeline.outbox.send(batch.header())
+        if batch is None:
+            self._pipeline.outbox.send(message.header())
             return None
-        h0 = hidden = self._target.embed(tokens)
-        if self._pipeline.runner is not None:
+        h0 = hidden = self._target.embed(batch.tokens)
+        if self._pipeline.stage is not None:
             with self._timeline.span(stage_row(0)):
-                hidden, self._own_anchors = self._pipeline.runner.run(batch, h0)
-        self._pipeline.outbox.send(batch.header(), [hidden])
+                hidden, anchors = self._pipeline.stage.run(batch, h0)
+            self._own_anchors = list(anchors.values())
+        self._pipeline.outbox.send(message.header(), [hidden])
         return h0
 
     def finish_cycle(self) -> tuple[Iterator[Captured], Completed | None]:
@@ -194,7 +194,7 @@ class RemoteExecutor:
                 self._settle([output])
             if flight.alive:
                 ids = tuple(flight.ids[row] for row in flight.alive)
-                completed = Completed(ids, partial(_pick, output.row_logits, tuple(flight.alive)))
+                completed = Completed(ids, Logits(output.row_logits).at(tuple(flight.alive)))
         self._cycle += 1
         return self._captured(self._arrivals), completed
 
@@ -207,7 +207,8 @@ class RemoteExecutor:
             if len(flight.alive) == len(flight.ids):
                 yield Captured(flight.nodes, dict(captured))
             elif flight.alive:
-                yield Captured(flight.nodes[flight.alive], {b: hidden[flight.alive] for b, hidden in captured})
+                alive = torch.tensor(flight.alive, device=self.device)
+                yield Captured(flight.nodes[alive], {b: hidden[alive] for b, hidden in captured})
 
     def roll_back(self, dead: set[int]) -> None:
         for flight in self._flights:
@@ -255,17 +256,17 @@ class RemoteExecutor:
         if stage == self._last:
             arrival.logits = self._logits(payload[size:], count)
 
-    def _logits(self, output: Tensor, count: int) -> Row:
+    def _logits(self, output: Tensor, count: int) -> Logits:
         """The logits of the nodes that the last stage's output is of, wherever the lm_head is."""
         if self._lane is not None:
             output = output.clone()  # the next message would overwrite it
         place = self._setup.layout.lm_head
         if place == "last":
-            return output.view(count, -1).__getitem__
+            return Logits(output.view(count, -1).__getitem__)
         if place == "draft" and self._lane is None:
-            return lambda row: self._target.logits(output.view(count, -1)[row])
+            return Logits.of_each(self._target, output.view(count, -1))
         compute = partial(self._all_rows if place == "split" else self._all_nodes, output, count)
-        return compute().__getitem__ if self._lane is None else self._lane.submit(compute)
+        return Logits.of_all(compute if self._lane is None else self._lane.submit(compute, output))
 
     def _all_nodes(self, output: Tensor, count: int) -> Tensor:
         """Logits [w, V] from h_L, all computed here."""
@@ -280,11 +281,6 @@ class RemoteExecutor:
         return torch.cat([*rows, last.view(count, -1)], dim=1)
 
 
-def _pick(logits: Row, rows: Sequence[int], index: int) -> Tensor:
-    """Logits of the `index`-th of some rows."""
-    return logits(rows[index])
-
-
 class _Lane:
     """Computes logits beside the draft: in a thread, and on a CUDA device in a stream of its own."""
 
@@ -293,19 +289,22 @@ class _Lane:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def submit(self, compute: Callable[[], Tensor]) -> Row:
-        """Start computing logits [w, V]; the result waits for them."""
+    def submit(self, compute: Callable[[], Tensor], reads: Tensor) -> Callable[[], Tensor]:
+        """Start computing logits [w, V] from a tensor of this stream. Returns what waits for them."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            reads.record_stream(self._stream)  # its memory must not be used again while the lm_head reads it
         future = self._pool.submit(self._run, compute)
 
-        def row(index: int) -> Tensor:
-            logits = future.result()
+        def logits() -> Tensor:
+            computed = future.result()
             if self._stream is not None:
-                torch.cuda.current_stream(self._device).wait_stream(self._stream)
-            return logits[index]
+                stream = torch.cuda.current_stream(self._device)
+                stream.wait_stream(self._stream)
+                computed.record_stream(stream)
+            return computed
 
-        return row
+        return logits
 
     @torch.inference_mode()
     def _run(self, compute: Callable[[], Tensor]) -> Tensor:

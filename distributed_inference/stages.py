@@ -14,7 +14,7 @@ from distributed_inference.connections import Route
 from distributed_inference.layout import DRAFT_RANK, Layout
 from distributed_inference.links import Inbox, Link, Outbox, Wires
 from distributed_inference.messages import Batch, Kind, Start, header_size
-from pipeline_model import NodeBatch, Stage, StageCache, Target, TreeMask
+from pipeline_model import NodeBoard, Stage, Target
 from timeline import VERIFY, Span, Timeline, stage_row
 
 PREFILL_CHUNK = 512  # prompt tokens that travel together: small enough that the stages overlap
@@ -65,50 +65,17 @@ class Setup:
         return {"draft": hidden, "last": vocab, "split": hidden + own_rows}[self.layout.lm_head]
 
 
-class StageRunner:
-    """One stage in this process: its layers, caches, and in a tree the masks. One generation at a time."""
-
-    def __init__(self, target: Target, layers: range):
-        self._target, self._layers = target, layers
-        self._stage: Stage
-        self._cache: StageCache
-        self._root: Tensor
-        self._tree_mask: TreeMask | None = None
-
-    def start(self, start: Start) -> None:
-        """Allocate the memory of a generation."""
-        self._stage = Stage(self._target, self._layers, start.anchors)
-        self._cache = self._stage.new_cache(start.plan)
-        self._root = torch.tensor([start.root], device=self._target.device)
-        target = self._target
-        self._tree_mask = TreeMask(start.plan, target.device, target.window) if start.plan.tree else None
-        if self._tree_mask is not None:
-            self._tree_mask.start(start.prompt_length, start.root)
-
-    def prefill(self, hidden: Tensor, position: int) -> tuple[Tensor, list[Tensor]]:
-        """Run prompt tokens [q, H] that stand from `position` on. Returns their output and anchors, each [q, H]."""
-        hidden, captured = self._stage.prefill(hidden[None], position, self._cache, self._root)
-        return hidden[0], [captured[b][0] for b in sorted(captured)]
-
-    def run(self, batch: Batch, hidden: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Run a batch's nodes [w, H]. Returns their output and anchors, each [w, H]."""
-        nodes = NodeBatch.of(batch.position, batch.rows, self._target.device)
-        if self._tree_mask is not None:
-            nodes = self._tree_mask.enter(nodes, [row.slot for row in batch.rows])
-        hidden, captured = self._stage.run(hidden[:, None], nodes, self._cache)
-        return hidden[:, 0], [captured[b][:, 0] for b in sorted(captured)]
-
-
 class StageServer:
     """The loop of a rank that runs a stage and nothing else."""
 
-    def __init__(self, setup: Setup, target: Target, runner: StageRunner):
-        self._setup, self._target, self._runner = setup, target, runner
+    def __init__(self, setup: Setup, target: Target, stage: Stage):
+        self._setup, self._target, self._stage = setup, target, stage
+        self._board = NodeBoard(target.device, target.window)
         layout, hidden = setup.layout, target.config.hidden_size
-        self._stage = layout.stage_of(setup.rank)
+        self._row = stage_row(layout.stage_of(setup.rank))
         self._is_last = setup.rank == layout.last_rank
         self._inbox = setup.inbox(Link.FORWARD, setup.rank - 1, hidden)
-        self._up = setup.outbox(Link.UP, DRAFT_RANK, setup.up_payload(self._stage, target))
+        self._up = setup.outbox(Link.UP, DRAFT_RANK, setup.up_payload(layout.stage_of(setup.rank), target))
         self._forward = None if self._is_last else setup.outbox(Link.FORWARD, setup.rank + 1, hidden)
         self._lm_head = _SplitLmHead(setup, target) if layout.lm_head == "split" else None
         self._timeline: Timeline
@@ -138,16 +105,17 @@ class StageServer:
 
     def _prefill(self, start: Start) -> None:
         self._timeline = Timeline(self._target.device, keep_spans=True)
-        self._runner.start(start)
+        self._board.start(start.plan, start.prompt_length, start.root)
+        self._stage.start(start.plan, start.root, start.anchors)
         if self._lm_head is not None:
             self._lm_head.start()
         hidden_size = self._target.config.hidden_size
         for chunk in prompt_chunks(start.prompt_length):
             hidden = self._inbox.receive_bulk((len(chunk), hidden_size), self._setup.prefill_timeout)
-            hidden, anchors = self._runner.prefill(hidden, chunk.start)
+            hidden, anchors = self._stage.prefill(hidden, chunk.start)
             if self._forward is not None:
                 self._forward.send_bulk(hidden)
-            for anchor in anchors:
+            for anchor in anchors.values():
                 self._up.send_bulk(anchor)
         if self._is_last:
             self._up.send([0, 1], self._output(hidden[-1:]))
@@ -163,8 +131,9 @@ class StageServer:
         parts: list[Tensor] = []
         if batch.rows:
             hidden = payload.view(len(batch.rows), -1)
-            with self._timeline.span(stage_row(self._stage)):
-                hidden, parts = self._runner.run(batch, hidden)
+            with self._timeline.span(self._row):
+                hidden, anchors = self._stage.run(self._board.enter(batch.position, batch.rows), hidden)
+            parts = list(anchors.values())
         if self._forward is not None:
             self._forward.send(header, [hidden] if batch.rows else [])
         elif batch.rows:

@@ -23,7 +23,7 @@ from evaluation_metrics import (
     ppsd_costs,
     spd_costs,
 )
-from pipeline_inference import Completed, Decoder, PromptOutput, Sampling
+from pipeline_inference import Completed, Decoder, Logits, PromptOutput, Sampling
 from pipeline_model import CHECKPOINT_NAME, Target, load_head, save_head
 from script_utils import run_script
 from tests.test_eval import TEMPLATE, read_rows, rows_of, summary_of
@@ -62,7 +62,7 @@ class CountingExecutor:
         self._behind.appendleft(tuple(node.id for node in self._entered))
         self._entered = []
         done = self._behind.pop()
-        return (), Completed(done, lambda row: torch.tensor([1.0, 0.0])) if done else None
+        return (), Completed(done, Logits(lambda row: torch.tensor([1.0, 0.0]))) if done else None
 
     def roll_back(self, dead):
         self._behind = deque(tuple(node for node in ids if node not in dead) for ids in self._behind)

@@ -13,14 +13,13 @@ import pytest
 import torch
 
 from distributed_inference import stages
-from distributed_inference.compiled import CompiledStageRunner
 from distributed_inference.layout import DRAFT_RANK, Layout
 from distributed_inference.messages import Batch, Start, header_size
 from distributed_inference.remote import Pipeline, RemoteExecutor
-from distributed_inference.stages import PREFILL_CHUNK, Setup, StageRunner, StageServer, prompt_chunks
+from distributed_inference.stages import PREFILL_CHUNK, Setup, StageServer, prompt_chunks
 from distributed_inference.startup import Group
 from pipeline_inference import Decoder, LocalExecutor, Sampling, SPDDrafter
-from pipeline_model import CachePlan, NodeRow, Target
+from pipeline_model import CachePlan, NodeRow, Stage, Target
 from tests.ranks import ranks
 from tests.tiny import (
     FAMILIES,
@@ -126,9 +125,8 @@ def decoder(case, executor, target, head, prompt):
     )
 
 
-def new_runner(case, target, stage):
-    layers = case.layout.layers(stage)
-    return CompiledStageRunner(target, layers, case.width) if case.static else StageRunner(target, layers)
+def new_stage(case, target, stage):
+    return Stage(target, case.layout.layers(stage), compiled=case.static)
 
 
 def summary(result):
@@ -150,11 +148,11 @@ def decode_cases(world_size):
         wires = group.wires(case.layout, CPU, torch.float32, "gloo")
         setup = Setup(case.layout, rank, wires, case.width, anchors, TIMEOUT, TIMEOUT, TIMEOUT)
         stage = case.layout.stage_of(rank)
-        runner = None if stage is None else new_runner(case, target, stage)
+        stage = None if stage is None else new_stage(case, target, stage)
         if rank != DRAFT_RANK:
-            StageServer(setup, target, runner).serve()
+            StageServer(setup, target, stage).serve()
             continue
-        pipeline = Pipeline(setup, target, runner)
+        pipeline = Pipeline(setup, target, stage)
         used = (0,) if case.drafter == "none" else anchors
         prompt = random_prompt(case.prompt_length, seed=1)
         ours = decoder(case, RemoteExecutor(pipeline, used, verify_lag=case.lag), target, head, prompt)

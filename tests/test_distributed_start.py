@@ -21,12 +21,12 @@ from benchmarks import colocated_speed
 from distributed_inference.example_mp_pipeline_generate import PROMPT as EXAMPLE_PROMPT
 from distributed_inference.launch import RankParser, add_arguments
 from distributed_inference.layout import Layout, parse_gpus
-from distributed_inference.stages import StageRunner, StageServer
+from distributed_inference.stages import StageServer
 from distributed_inference.startup import check_same
 from evaluation_data import Sample
 from evaluation_workers import sample_seed
 from pipeline_inference import Generation, Sampling
-from pipeline_model import Target, TargetPart, load_head, save_head
+from pipeline_model import Stage, Target, TargetPart, load_head, save_head
 from tests.ranks import CONTEXT, evaluate, generate, ranks
 from tests.tiny import FAMILIES, VOCAB, hf_greedy, save_target, spd_decoder, tiny_head, tiny_model
 
@@ -352,8 +352,8 @@ def stuck_at(where, victim, *arguments):
     """The example; one rank says so and sleeps when it gets to a place."""
     owner, name, calls = {
         "load": (Target, "load", 0),
-        "prefill": (StageRunner, "prefill", 0),
-        "decode": (StageRunner, "run", 7),
+        "prefill": (Stage, "prefill", 0),
+        "decode": (Stage, "run", 7),
         "cycle": (Generation, "_cycle", 7),
     }[where]
     if os.environ["RANK"] == str(victim):
@@ -420,22 +420,22 @@ def test_a_frozen_rank_is_given_up(files, tmp_path):
 
 def slow_stages(*arguments):
     """The example, in no hurry."""
-    run = StageRunner.run
-    StageRunner.run = lambda *args: time.sleep(0.05) or run(*args)
+    run = Stage.run
+    Stage.run = lambda *args: time.sleep(0.05) or run(*args)
     generate(*arguments)
 
 
 def failing_stage(*arguments):
     """The example; stage 1 raises in its third cycle."""
     if os.environ["RANK"] == "2":
-        original, count = StageRunner.run, iter(range(1000))
+        original, count = Stage.run, iter(range(1000))
 
         def run(*args):
             if next(count) == 2:
                 raise RuntimeError("out of memory")
             return original(*args)
 
-        StageRunner.run = run
+        Stage.run = run
     generate(*arguments)
 
 

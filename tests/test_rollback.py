@@ -93,13 +93,13 @@ class FreshPrefills:
             executor = LocalExecutor(self.target, SIZES)
             with torch.inference_mode():
                 executor.start(list(tokens), 0, CachePlan(len(tokens), 1, tree=False), Timeline(CPU))
-            self._known[key] = executor.caches
+            self._known[key] = [stage.cache for stage in executor.stages]
         return self._known[key]
 
 
 def check_memories(steps, fresh):
     """Every stage's memory of the committed tokens against a fresh prefill of those that have passed it."""
-    for stage, cache in enumerate(steps.executor.caches):
+    for stage, cache in enumerate(stage.cache for stage in steps.executor.stages):
         passed = steps.passed(stage)
         expected = fresh(steps.tokens[:passed])[stage]
         newest = next(node for node in steps.tree.path if node.position == passed - 1)
@@ -114,7 +114,7 @@ def check_memories(steps, fresh):
 
 def check_masks(steps):
     """In a tree: every live node sees the committed tokens before it, its ancestors and itself, and nothing else."""
-    mask = steps.executor._tree_mask
+    mask = steps.executor._board
     for node in [steps.tree.root, *steps.candidates]:
         if node not in steps.entered:
             continue  # enters in the next cycle
@@ -197,7 +197,7 @@ def footprint(steps):
     """Sizes of all that a generation holds, once it runs."""
     generation, tree = steps.generation, steps.tree
     return {
-        "cache bytes": sum(cache.nbytes() for cache in steps.executor.caches),
+        "cache bytes": sum(stage.cache.nbytes() for stage in steps.executor.stages),
         "path": len(tree.path),
         "ids": len(tree._free_ids) + len(tree.path) + len(steps.candidates),
         "timeline": len(generation.timeline.spans) + len(generation.timeline._unread),

@@ -17,7 +17,7 @@ from pipeline_inference import LocalExecutor, Sampling, check_attention
 from pipeline_model import (
     CachePlan,
     Masks,
-    NodeBatch,
+    NodeBoard,
     NodeRow,
     Stage,
     check_supported,
@@ -148,14 +148,16 @@ def test_prompts_in_chunks(family, attention, chunk, monkeypatch):
 def test_a_chain_reads_the_window_alone():
     """Guards the cost of long sequences: in a chain a layer with a window reads its slots, without a mask."""
     target = target_of("qwen3 window")
-    cache = Stage(target, range(4), ()).new_cache(CachePlan(slots=40, nodes=2, tree=False))
-    batch = NodeBatch.of(30, [NodeRow(token=5, id=1, parent=0, slot=30)], CPU)
+    plan, board, stage = CachePlan(slots=40, nodes=2, tree=False), NodeBoard(CPU, WINDOW), Stage(target, range(4))
+    board.start(plan, prompt_length=30, root=0)
+    stage.start(plan, root=0)
+    cache, batch = stage.cache, board.enter(30, [NodeRow(token=5, id=1, parent=0, slot=30)])
     assert batch.masks == Masks(None, None)
     cache.enter(batch)
     entering = torch.randn(2, 1, 2, 1, 8)
-    seen = [[stored.shape[2] for stored in cache.update(*entering, layer)] for layer in range(4)]
+    seen = [[stored.shape[2] for stored in cache[layer].update(*entering, layer)] for layer in range(4)]
     assert seen == [[WINDOW] * 2, [31] * 2, [WINDOW] * 2, [31] * 2]
-    for stored, new in zip(cache.update(*entering, 0), entering, strict=True):
+    for stored, new in zip(cache[0].update(*entering, 0), entering, strict=True):
         assert torch.equal(stored[:, :, -1:], new)
 
 

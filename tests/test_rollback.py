@@ -141,7 +141,7 @@ def check_in_flight(steps):
             assert (node.token, node.position) == (token, batch.position)
             assert steps.cycle - steps.entered[node] == stage
             if batch.mask is not None:
-                assert torch.equal(batch.mask[row], steps.executor._tree_mask._visible[node_id][: batch.mask.shape[1]])
+                assert torch.equal(batch.mask[row], steps.executor._board._visible[node_id][: batch.mask.shape[1]])
             if batch.window_mask is not None:
                 check_window(steps, batch.window_mask[row], live[node_id])
 

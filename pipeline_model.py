@@ -851,7 +851,7 @@ class Target:
         self.lm_head: nn.Linear = model.lm_head
         self._rotary: nn.Module = model.model.rotary_emb
         self._rope: tuple[Tensor, Tensor] | None = None
-        self._compiled_layers: dict[str, Callable[..., Tensor]] = {}  # by kind of layer
+        self._compiled_layers: dict[tuple, Callable[..., Tensor]] = {}  # by kind of layer
 
     @classmethod
     def load(
@@ -945,18 +945,6 @@ class Target:
         """
         cos, sin = self.rope(positions.stop)
         rope = cos[:, positions], sin[:, positions]
-        return self.apply_layers(layers, hidden, rope, masks, anchors, cache)
-
-    def apply_layers(
-        self,
-        layers: range,
-        hidden: Tensor,
-        rope: tuple[Tensor, Tensor],
-        masks: Masks,
-        anchors: Collection[int],
-        cache: StageCache | None,
-    ) -> tuple[Tensor, dict[int, Tensor]]:
-        """`run_layers` with the positions' rotary cosines and sines, [1, q, D_rot] each: nothing but tensors."""
         masks = self.attention_masks(masks, hidden.dtype)
         mask_of = {FULL: masks.full, SLIDING: masks.window, LINEAR: None}
         captured = {}
@@ -974,11 +962,14 @@ class Target:
         (weights, hidden [W, 1, H], rope, mask, the layer's two memory tensors, nodes, parents, slots, [W] each) -> the
         layer's output. Compiled anew for other shapes only; what cannot be compiled is an error, never run otherwise.
         """
-        kind = self.layer_types[index]
+        layer = self.layers[index]
+        shapes = tuple((name, weight.shape) for name, weight in layer.named_parameters())
+        kind = self.layer_types[index], shapes
         if kind not in self._compiled_layers:
-            run = partial(_run_layer, self.layers[index], LinearMemory if kind == LINEAR else KVMemory)
+            memory_class = LinearMemory if self.layer_types[index] == LINEAR else KVMemory
             torch._dynamo.config.recompile_limit = MOST_SHAPES
-            self._compiled_layers[kind] = torch.compile(run, dynamic=False, fullgraph=True)
+            compiled = torch.compile(partial(_run_layer, layer, memory_class), dynamic=False, fullgraph=True)
+            self._compiled_layers[kind] = compiled
         return self._compiled_layers[kind]
 
     def attention_masks(self, masks: Masks, dtype: torch.dtype) -> Masks:
@@ -1019,9 +1010,8 @@ def _run_layer(template, memory_class, weights, hidden, rope, mask, first, secon
     """A decoder layer with the weights of any layer of its kind: see `Target.compiled_layer`."""
     memory = memory_class(first, second)
     memory.place = Place(0, first.shape[2], slots, parents, nodes)
-    return functional_call(
-        template, weights, (hidden,), {"attention_mask": mask, "position_embeddings": rope, "cache": memory}
-    )
+    settings = {"attention_mask": mask, "position_embeddings": rope, "cache": memory}
+    return functional_call(template, weights, (hidden,), settings, strict=True)
 
 
 def default_target_path(config: HeadConfig, path: str | None) -> str:
@@ -1212,6 +1202,9 @@ class StaticForward:
 
     def __init__(self, target: Target, layers: range, cache: StageCache, width: int):
         self._target, self._layers, self._cache = target, layers, cache
+        self._runs = [  # of each layer: what runs it, and its weights
+            (target.compiled_layer(index), dict(target.layers[index].named_parameters())) for index in layers
+        ]
         device, slots = target.device, cache.plan.slots
         self._slots = torch.arange(slots, device=device)
         self._rows = torch.zeros(width, 4, dtype=torch.long, device=device)
@@ -1278,11 +1271,10 @@ class StaticForward:
         target, hidden, captured = self._target, self._hidden, {}
         _, nodes, parents, slots = self._rows.unbind(1)
         masks = target.attention_masks(self._masks, hidden.dtype)
-        for index in self._layers:
+        for index, (run, weights) in zip(self._layers, self._runs, strict=True):
             kind, memory = target.layer_types[index], self._cache[index].tensors()
             seen = None if kind == LINEAR else masks.window if kind == SLIDING else masks.full
-            weights = dict(target.layers[index].named_parameters())
-            hidden = target.compiled_layer(index)(weights, hidden, self._rope, seen, *memory, nodes, parents, slots)
+            hidden = run(weights, hidden, self._rope, seen, *memory, nodes, parents, slots)
             if index + 1 in self._anchors:
                 captured[index + 1] = hidden
         return hidden, captured

@@ -19,7 +19,7 @@ from distributed_inference.links import Link
 from distributed_inference.messages import Batch, Kind, Start
 from distributed_inference.stages import SPAN_FIELDS, Setup, prompt_chunks, reported_spans
 from pipeline_inference import Captured, Completed, Logits, Node, PromptOutput
-from pipeline_model import CachePlan, NodeBatch, NodeBoard, NodeRow, Stage, Target
+from pipeline_model import CachePlan, NodeBoard, Stage, Target
 from timeline import WAIT, Timeline, stage_row
 
 
@@ -59,10 +59,10 @@ class Pipeline:
 class _Flight:
     """The nodes of one batch on their way through the stages."""
 
-    def __init__(self, cycle: int, batch: NodeBatch):
-        self.cycle, self.ids = cycle, batch.ids
-        self.nodes = batch.nodes  # [w] the ids again, on the device
-        self.alive = list(range(len(batch.ids)))  # rows whose nodes nobody has rolled back
+    def __init__(self, cycle: int, ids: tuple[int, ...], nodes: Tensor):
+        self.cycle, self.ids = cycle, ids
+        self.nodes = nodes  # [w] the ids again, on the device
+        self.alive = list(range(len(ids)))  # rows whose nodes nobody has rolled back
 
     def roll_back(self, dead: set[int]) -> None:
         self.alive = [row for row in self.alive if self.ids[row] not in dead]
@@ -134,7 +134,7 @@ class RemoteExecutor:
         tokens = torch.tensor(prompt, device=self.device)
         sent = [(chunk, self._send_chunk(tokens, chunk)) for chunk in prompt_chunks(len(prompt))]
         features = torch.cat([self._receive_anchors(len(chunk), captured) for chunk, captured in sent])
-        last_token = _Flight(0, self._pipeline.board.enter(len(prompt) - 1, [NodeRow(prompt[-1], root, root, 0)]))
+        last_token = _Flight(0, (root,), torch.tensor([root], device=self.device))
         output = _Arrival(self._last, last_token, partial(self._receive, captured=()))
         logits = output.row_logits(0)
         self._pipeline.outbox.flush()
@@ -164,7 +164,7 @@ class RemoteExecutor:
         message = Batch(self._cycle, position, [node.row for node in entering])
         batch = self._pipeline.board.enter(position, message.rows) if entering else None
         # The oldest flight falls out after the last stage.
-        self._flights.appendleft(None if batch is None else _Flight(self._cycle, batch))
+        self._flights.appendleft(None if batch is None else _Flight(self._cycle, batch.ids, batch.nodes))
         self.fills.append(sum(flight is not None and bool(flight.alive) for flight in self._flights))
         if batch is None:
             self._pipeline.outbox.send(message.header())

@@ -32,6 +32,9 @@ from transformers.models.qwen3_5_moe import Qwen3_5MoeConfig, Qwen3_5MoeForCondi
 import generate_training_data
 import pipeline_inference
 import train
+from distributed_inference import example_mp_pipeline_generate
+from distributed_inference.launch import Checked
+from distributed_inference.startup import Environment, check_same
 from pipeline_model import Target, TargetPart, save_head
 from target_files import QUANTIZATIONS, target_fingerprint, tokenizer_fingerprint
 from tests.tiny import FAMILIES, VOCAB, random_prompt, save_target, tiny_head, tiny_model
@@ -345,6 +348,21 @@ def test_fingerprints_tell_targets_and_tokenizers_apart(saved, tmp_path):
     assert tokenizer_fingerprint(str(copy)) == tokenizer_fingerprint(str(ours))
     (copy / "chat_template.jinja").write_text("{{ messages }}")
     assert tokenizer_fingerprint(str(copy)) != tokenizer_fingerprint(str(ours))
+
+
+def test_ranks_refuse_another_target(saved, tmp_path):
+    """Guards against a checksum that is made and not compared."""
+    other, head = tmp_path / "other", tmp_path / "head.pt"
+    save_target(other, "llama", seed=7)
+    save_head(tiny_head(Target.load(str(other)), (2, 2)), head)
+    facts = []
+    for target in (saved["llama"], other):
+        flags = ["--base_model_path", str(target), "--spec_head_ckpt", str(head), "--rank_gpus", "cpu"]
+        args = example_mp_pipeline_generate.build_parser().parse_args(flags)
+        facts.append(Checked(args, Environment(0, 0, 3)).facts(args))
+    check_same([facts[0], facts[0]], "rank {}".format)
+    with pytest.raises(ValueError, match=r"rank 1 has target checksum \w{12}, but rank 0 has \w{12}"):
+        check_same(facts, "rank {}".format)
 
 
 def test_fingerprints_see_changes_all_over_a_large_file(tmp_path):

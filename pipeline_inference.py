@@ -510,6 +510,7 @@ class SPDDrafter:
         self._num_stages = len(stage_sizes)
         self._cache: HeadCache | None = None
         self._features: Tensor | None = None  # [nodes, m, H] anchors of the live nodes
+        self._anchor_features: dict[int, Tensor] = {}  # b -> h_b of the live nodes, [nodes, H]: views of these
         self._rows: Tensor | None = None  # [D, nodes, H] `shown_rows` of the live nodes ...
         self._row_types: list[int | None] = []  # ... and their type; None: not computed for this node yet
         self._copies = HostCopies(target.device)
@@ -520,6 +521,7 @@ class SPDDrafter:
         # Rows of in-flight nodes follow the rows that stay; a chain has at most n + 1 of them, a tree `nodes`.
         self._cache = HeadCache(self.head, plan.slots + plan.nodes)
         self._features = features.new_zeros(plan.nodes, anchors, hidden)
+        self._anchor_features = dict(zip(self._anchors, self._features.unbind(1), strict=True))
         depth = len(self.head.spec_layers) if self.head.fixed_rows else 1
         self._rows = features.new_zeros(depth, plan.nodes, hidden)
         self._row_types = [None] * plan.nodes
@@ -543,7 +545,7 @@ class SPDDrafter:
         # later, and overwrite.
         for nodes, hidden in captured:
             for anchor, states in hidden.items():
-                self._features[nodes, self._anchors.index(anchor)] = states
+                self._anchor_features[anchor].index_copy_(0, nodes, states)
 
     def draft(self, tree: TokenTree) -> Tensor:
         frontier = tree.frontier
@@ -565,14 +567,14 @@ class SPDDrafter:
         numbers = self._copies.copy(list(itertools.chain.from_iterable(lists)))
         at_entered, at_rows, at_positions, *at_changed, seen = numbers.split([len(numbers) for numbers in lists])
         if entered:
-            self._features[at_entered, 0] = h0
+            self._anchor_features[0].index_copy_(0, at_entered, h0)
         for kind, at_kind in zip(changed, at_changed, strict=True):
-            self._rows[:, at_kind] = self.head.shown_rows(kind, self._features[at_kind])
+            self._rows.index_copy_(1, at_kind, self.head.shown_rows(kind, self._features.index_select(0, at_kind)))
 
         cos, sin = self.target.rope(newest + 1)
         hidden = self.head.forward_rows(
-            self._rows[:, at_rows],
-            (cos[:, at_positions], sin[:, at_positions]),
+            self._rows.index_select(1, at_rows),
+            (cos.index_select(1, at_positions), sin.index_select(1, at_positions)),
             self._cache,
             self._tree_mask(seen.view(len(nodes), -1)) if branched else None,
             outputs=len(frontier),

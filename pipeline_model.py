@@ -33,6 +33,7 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HFValidationError
@@ -495,7 +496,7 @@ class HostCopies:
 
     def copy(self, numbers: Sequence) -> Tensor:
         """The numbers, int64, in new memory on the device."""
-        tensor = torch.tensor(numbers, dtype=torch.long)
+        tensor = torch.from_numpy(np.array(numbers, dtype=np.int64))  # several times as fast as torch.tensor
         return tensor if self._device.type != "cuda" else self._through_pinned(tensor)
 
     def _through_pinned(self, tensor: Tensor) -> Tensor:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -76,6 +76,7 @@ class Timeline:
 
     def __init__(self, device: torch.device, *, keep_spans: bool = False):
         self._cuda = device.type == "cuda"
+        self._now: Callable[[], Any] = self._event if self._cuda else time.perf_counter
         self._device = device
         self._keep_spans = keep_spans
         self._cycle = 0
@@ -89,9 +90,7 @@ class Timeline:
         self.cycle_ends: list[float] = []  # seconds on the host's clock
         self._rollbacks: list[float] = []  # seconds, likewise
 
-    def _now(self):
-        if not self._cuda:
-            return time.perf_counter()
+    def _event(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
@@ -117,9 +116,7 @@ class Timeline:
 
     def add(self, span: Span) -> None:
         """A span that another process measured, on this timeline's clock."""
-        while len(self._cycles) <= span.cycle:
-            self._cycles.append(defaultdict(float))
-        self._cycles[span.cycle][span.row] += span.seconds
+        self._seconds_of(span.cycle)[span.row] += span.seconds
         if self._keep_spans:
             self.spans.append(span)
 
@@ -158,13 +155,25 @@ class Timeline:
         while self._unread:
             self._read(*self._unread.popleft())
 
+    def _seconds_of(self, cycle: int) -> dict[str, float]:
+        """The sums of a cycle, by row."""
+        while len(self._cycles) <= cycle:
+            self._cycles.append(defaultdict(float))
+        return self._cycles[cycle]
+
     def _read(self, cycle: int, records: list) -> None:
         if self._cuda and records:
             records[-1][2].synchronize()
+        sums = self._seconds_of(cycle)
         for row, start, end in records:
-            lasted = start.elapsed_time(end) / 1e3 if self._cuda else end - start
-            begin = self._origin.elapsed_time(start) / 1e3 if self._cuda else start - self._origin
-            self.add(Span(row, cycle, begin, lasted))
+            seconds = self._between(start, end)
+            sums[row] += seconds
+            if self._keep_spans:
+                self.spans.append(Span(row, cycle, self._between(self._origin, start), seconds))
+
+    def _between(self, start: Any, end: Any) -> float:
+        """Seconds between two of `_now`'s times."""
+        return start.elapsed_time(end) / 1e3 if self._cuda else end - start
 
 
 def time_table(timings: Timings, cycles: int) -> str:

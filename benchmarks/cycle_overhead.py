@@ -11,6 +11,10 @@ sleep for as long as the flags say; every draft is accepted, so that the pipelin
     efficiency   ideal / cycle
     bound        no schedule can beat this one: max(stage, draft + verify), as draft and verdict depend on each other;
                  with --verify_lag 1 the same as ideal
+    host         processor time of rank 0, for a cycle: what its Python costs, and the bytes it sends and receives
+
+With --single_process the same loop runs all stages in one process, one after the other, without messages: what the
+decode loop itself costs. Its ideal and its bound are n * stage + draft + verify.
 """
 
 from __future__ import annotations
@@ -24,13 +28,14 @@ import socket
 import statistics
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from itertools import pairwise
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,8 +46,8 @@ from distributed_inference.layout import DRAFT_RANK, Layout
 from distributed_inference.remote import Pipeline, RemoteExecutor
 from distributed_inference.stages import Setup, StageServer
 from distributed_inference.startup import Group
-from pipeline_inference import Decoder, Generation
-from pipeline_model import CachePlan, NodeBatch, auto_anchors
+from pipeline_inference import Decoder, Generation, LocalExecutor
+from pipeline_model import CachePlan, NodeBatch, auto_anchors, layers_available
 from script_utils import Parser, git_commit, markdown_table, run_script
 
 VOCAB = 1000
@@ -59,6 +64,7 @@ def build_parser() -> Parser:
     parser.add_argument("--draft_ms", type=float, default=3.5, help="sleep of a head forward")
     parser.add_argument("--verify_ms", type=float, default=1.2, help="sleep of a verification")
     parser.add_argument("--verify_lag", type=int, nargs="+", default=[0], choices=[0, 1], help="0, 1, or both")
+    parser.add_argument("--single_process", action="store_true", help="all stages in one process: the loop alone")
     parser.add_argument("--hidden_size", type=int, default=2560, help="H, of the payloads (float32)")
     parser.add_argument("--cycles", type=int, default=300, help="timed cycles")
     return parser
@@ -71,12 +77,16 @@ class SleepingTarget:
 
     def __init__(self, args: argparse.Namespace):
         self.config = SimpleNamespace(hidden_size=args.hidden_size, vocab_size=VOCAB)
-        self._seconds = args.verify_ms / 1e3
+        self._args, self._seconds = args, args.verify_ms / 1e3
         self._embedding = torch.zeros(VOCAB, args.hidden_size)
         self._logits = torch.nn.functional.one_hot(torch.tensor(TOKEN), VOCAB).float()
 
     def embed(self, tokens: Tensor) -> Tensor:
-        return self._embedding[tokens]
+        return torch.nn.functional.embedding(tokens, self._embedding)
+
+    def partition(self, stage_sizes: Sequence[int], *, compiled: bool = False) -> list[SleepingStage]:
+        anchors, bounds = auto_anchors(stage_sizes), pairwise(layers_available(stage_sizes))
+        return [SleepingStage(self._args, [b for b in anchors if lo < b <= hi]) for lo, hi in bounds]
 
     def logits(self, hidden: Tensor) -> Tensor:
         if self._seconds:
@@ -112,15 +122,15 @@ class SleepingDrafter:
         self._logits = torch.nn.functional.one_hot(torch.tensor([TOKEN]), VOCAB).float()
 
     def start(self, plan, features, path) -> None:
-        self._features = features.new_zeros(plan.nodes, *features.shape[1:])
+        self._features = features.new_zeros(plan.nodes, *features.shape[1:]).unbind(1)
 
     def enter(self, nodes, h0) -> None:
-        self._features[nodes[0].id, 0] = h0[0]
+        self._features[0][nodes[0].id] = h0[0]
 
     def observe(self, captured) -> None:
         for nodes, hidden in captured:
             for anchor, states in hidden.items():
-                self._features[nodes, self._anchors.index(anchor)] = states
+                self._features[self._anchors.index(anchor)].index_copy_(0, nodes, states)
 
     def draft(self, tree) -> Tensor:
         if self._seconds:
@@ -158,15 +168,24 @@ def exact_sleeps() -> None:
         ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1)
 
 
-def timed_cycles(generation: Generation, count: int) -> list[float]:
-    """Seconds of the last `count` cycles; the pipeline has been full for some time."""
+class Cycles(NamedTuple):
+    """What a generation's cycles took."""
+
+    seconds: list[float]  # of each timed one
+    host: float  # processor seconds of a cycle, of this process
+
+
+def timed_cycles(generation: Generation, count: int) -> Cycles:
+    """The last `count` cycles; the pipeline has been full for some time."""
+    begun = time.process_time()
     result = generation.finish()
+    host = (time.process_time() - begun) / result.cycles
     assert result.n_accepted == result.n_verified, "a draft was rejected: the pipeline was not full"
     ends = generation.timeline.cycle_ends[-count - 1 :]
-    return [end - begin for begin, end in pairwise(ends)]
+    return Cycles([end - begin for begin, end in pairwise(ends)], host)
 
 
-def measure(args: argparse.Namespace, num_stages: int, lag: int) -> dict[str, float]:
+def over_ranks(args: argparse.Namespace, num_stages: int, lag: int) -> Cycles:
     """Start the processes, wait for the cycles."""
     context = get_context("fork")  # nothing here has threads yet, and the imports are done
     receiver, sender = context.Pipe(duplex=False)
@@ -179,15 +198,34 @@ def measure(args: argparse.Namespace, num_stages: int, lag: int) -> dict[str, fl
         process.start()
     sender.close()
     try:
-        seconds = receiver.recv()
+        cycles = receiver.recv()
         for process in ranks:
             process.join()
     finally:
         for process in ranks:
             process.kill()
+    return cycles
+
+
+def in_one_process(args: argparse.Namespace, num_stages: int, lag: int) -> Cycles:
+    """The same generation, its stages one after the other."""
+    sizes = (2,) * num_stages
+    executor = LocalExecutor(SleepingTarget(args), sizes, auto_anchors(sizes))
+    decoder = Decoder(executor, SleepingDrafter(args, executor.anchors), verify_lag=lag)
+    return timed_cycles(decoder.start(PROMPT, args.cycles + 4 * num_stages), args.cycles)
+
+
+def row(args: argparse.Namespace, num_stages: int, lag: int) -> dict[str, float]:
+    """The figures of one pipeline."""
     stage, draft, verify = args.stage_ms, args.draft_ms, args.verify_ms
-    ideal = max(stage, draft, verify) if lag else max(stage, draft) + verify
-    cycle = statistics.median(seconds) * 1e3
+    if args.single_process:
+        cycles = in_one_process(args, num_stages, lag)
+        ideal = bound = num_stages * stage + draft + verify
+    else:
+        cycles = over_ranks(args, num_stages, lag)
+        ideal = max(stage, draft, verify) if lag else max(stage, draft) + verify
+        bound = ideal if lag else max(stage, draft + verify)
+    cycle = statistics.median(cycles.seconds) * 1e3
     return {
         "num_stages": num_stages,
         "verify_lag": lag,
@@ -195,9 +233,10 @@ def measure(args: argparse.Namespace, num_stages: int, lag: int) -> dict[str, fl
         "ideal_ms": ideal,
         "overhead_ms": round(cycle - ideal, 3),
         "efficiency": round(ideal / cycle, 4),
-        "bound_ms": ideal if lag else max(stage, draft + verify),
-        "mean_ms": round(statistics.mean(seconds) * 1e3, 3),
-        "p90_ms": round(statistics.quantiles(seconds, n=10)[-1] * 1e3, 3),
+        "bound_ms": bound,
+        "mean_ms": round(statistics.mean(cycles.seconds) * 1e3, 3),
+        "p90_ms": round(statistics.quantiles(cycles.seconds, n=10)[-1] * 1e3, 3),
+        "host_ms": round(cycles.host * 1e3, 3),
     }
 
 
@@ -215,10 +254,12 @@ def main(args: argparse.Namespace) -> None:
     if min(args.num_stages) < 1 or args.cycles < 2:
         raise ValueError(f"--num_stages is {args.num_stages} and --cycles {args.cycles}: at least 1 and 2 are needed")
     print(f"sleeps    stage {args.stage_ms} ms, draft {args.draft_ms} ms, verify {args.verify_ms} ms")
-    print(f"messages  TCP, H = {args.hidden_size}, float32, {args.cycles} cycles")
+    messages = "none, one process" if args.single_process else "TCP"
+    print(f"messages  {messages}, H = {args.hidden_size}, float32, {args.cycles} cycles")
     print(f"machine   {platform.machine()}, {len(os.sched_getaffinity(0))} CPUs")
     print(f"versions  torch {torch.__version__}, commit {git_commit()}\n")
-    rows = [measure(args, num_stages, lag) for lag in args.verify_lag for num_stages in args.num_stages]
+    exact_sleeps()
+    rows = [row(args, num_stages, lag) for lag in args.verify_lag for num_stages in args.num_stages]
     print(markdown_table(rows[0], (row.values() for row in rows)))
     print(json.dumps(rows[0] | {"runs": rows}))
 

@@ -84,7 +84,7 @@ class Sender:
             pass
         except OSError as error:
             raise LostRank.gone(self._peer) from error
-        if sent < sum(part.nbytes for part in parts):
+        if sent < sum(map(len, parts)):
             self._writer = self._writer or ThreadPoolExecutor(1, thread_name_prefix=f"to rank {self._peer}")
             self._queue.append(self._writer.submit(self._socket.sendall, b"".join(parts)[sent:]))
 

@@ -86,6 +86,7 @@ class Outbox:
         self._sender = wires.connections.senders[route]
         self._nccl = wires.nccl[route.link] if wires.nccl else None
         self._header = array("q", bytes(8 * (1 + header_size)))
+        self._header_bytes = memoryview(self._header).cast("B")
         # A CPU sends hidden states from where they are.
         count = 0 if wires.device.type == "cpu" else RING if wires.nccl else 1
         self._buffers = [_Buffer(wires, payload_size) for _ in range(count)]
@@ -97,11 +98,9 @@ class Outbox:
 
         LostRank when the receiver is gone.
         """
-        message = [memoryview(self._header).cast("B")]
-        size = 0
-        for part in parts:
-            size += part.numel()
+        message, size = [self._header_bytes], 0
         if parts:
+            size = sum(part.numel() for part in parts)
             message += self._payload(parts, size)
         self._header[: 1 + len(header)] = array("q", (size, *header))
         self._sender.send(message)

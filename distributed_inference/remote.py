@@ -69,33 +69,12 @@ class _Flight:
 
 
 class _Arrival:
-    """What one stage has of one batch: another rank's message, received once, when somebody first asks."""
+    """What one stage has of one batch: another rank's message, received once, when somebody first needs it."""
 
-    def __init__(
-        self,
-        stage: int,
-        flight: _Flight,
-        receive: Callable[[_Arrival], None] | None = None,
-        anchors: Sequence[Tensor] = (),
-    ):
+    def __init__(self, stage: int, flight: _Flight, anchors: Sequence[Tensor] | None = None):
         self.stage, self.flight = stage, flight
-        self.anchors = anchors  # h_b [w, H] of the anchors that the stage captures
+        self.anchors = anchors  # h_b [w, H] of the anchors that the stage captures; None: not received yet
         self.logits: Logits  # of the last stage
-        self._receive = receive
-
-    @property
-    def here(self) -> bool:
-        return self._receive is None
-
-    def settle(self) -> None:
-        """Wait for the message, unless it is here."""
-        if self._receive is not None:
-            receive, self._receive = self._receive, None
-            receive(self)
-
-    def row_logits(self, row: int) -> Tensor:
-        self.settle()
-        return self.logits.row(row)
 
 
 class RemoteExecutor:
@@ -135,8 +114,9 @@ class RemoteExecutor:
         sent = [(chunk, self._send_chunk(tokens, chunk)) for chunk in prompt_chunks(len(prompt))]
         features = torch.cat([self._receive_anchors(len(chunk), captured) for chunk, captured in sent])
         last_token = _Flight(0, (root,), torch.tensor([root], device=self.device))
-        output = _Arrival(self._last, last_token, partial(self._receive, captured=()))
-        logits = output.row_logits(0)
+        output = _Arrival(self._last, last_token)
+        self._receive(output, captured=())
+        logits = output.logits.row(0)
         self._pipeline.outbox.flush()
         return PromptOutput(logits, features)
 
@@ -180,9 +160,7 @@ class RemoteExecutor:
     def finish_cycle(self) -> tuple[Iterator[Captured], Completed | None]:
         self._settle(self._arrivals)
         self._arrivals = [
-            _Arrival(stage, flight, self._receive)
-            if stage in self._pipeline.inboxes
-            else _Arrival(stage, flight, anchors=self._own_anchors)
+            _Arrival(stage, flight, None if stage in self._pipeline.inboxes else self._own_anchors)
             for stage, flight in enumerate(self._flights)
             if flight is not None and (self._captured_by[stage] or stage == self._last)
         ]
@@ -194,7 +172,7 @@ class RemoteExecutor:
                 self._settle([output])
             if flight.alive:
                 ids = tuple(flight.ids[row] for row in flight.alive)
-                completed = Completed(ids, Logits(output.row_logits).at(tuple(flight.alive)))
+                completed = Completed(ids, Logits(partial(self._row_logits, output)).at(tuple(flight.alive)))
         self._cycle += 1
         return self._captured(self._arrivals), completed
 
@@ -239,22 +217,26 @@ class RemoteExecutor:
 
     def _settle(self, arrivals: Sequence[_Arrival]) -> None:
         """Receive what some stages sent, unless it is here; the deepest stage's first, which was ready first."""
-        missing = [arrival for arrival in reversed(arrivals) if not arrival.here]
+        missing = [arrival for arrival in reversed(arrivals) if arrival.anchors is None]
         if missing:
             with self._timeline.span(WAIT):
                 for arrival in missing:
-                    arrival.settle()
+                    self._receive(arrival, self._captured_by[arrival.stage])
 
-    def _receive(self, arrival: _Arrival, captured: Sequence[int] | None = None) -> None:
-        """Wait for a stage's message: its anchors (`captured` of them: all, unless given), the last stage's output."""
+    def _row_logits(self, arrival: _Arrival, row: int) -> Tensor:
+        self._settle([arrival])
+        return arrival.logits.row(row)
+
+    def _receive(self, arrival: _Arrival, captured: Sequence[int]) -> None:
+        """Wait for a stage's message: its anchors, as many as `captured`, and the last stage's output behind them."""
         stage, count = arrival.stage, len(arrival.flight.ids)
-        captured = self._captured_by[stage] if captured is None else captured
         header, payload = self._pipeline.inboxes[stage].receive(self._setup.decode_timeout)
         assert header == [arrival.flight.cycle, count], f"stage {stage} sent {header} for cycle {arrival.flight.cycle}"
-        size = len(captured) * count * self._target.config.hidden_size
-        arrival.anchors = payload[:size].view(len(captured), count, -1).unbind() if captured else ()
         if stage == self._last:
+            size = len(captured) * count * self._target.config.hidden_size
             arrival.logits = self._logits(payload[size:], count)
+            payload = payload[:size]
+        arrival.anchors = payload.view(len(captured), count, -1).unbind() if captured else ()
 
     def _logits(self, output: Tensor, count: int) -> Logits:
         """The logits of the nodes that the last stage's output is of, wherever the lm_head is."""

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import cycle_time, muon_step, train_throughput
+from benchmarks import cycle_overhead, cycle_time, muon_step, train_throughput
 from pipeline_inference import SPDDrafter
 from pipeline_model import SpeculationHead
 from tests.ranks import CONTEXT
@@ -95,6 +95,19 @@ def test_the_timed_draft_is_that_of_a_steady_cycle(folder, monkeypatch):
     drafts.clear()
     assert len(bench.draft_seconds()) == 4
     assert drafts[-4:] == [steady] * 4
+
+
+def test_the_loop_alone_is_measured_for_each_number_of_stages(capsys):
+    """Guards against a row of other figures than its cycles', and an ideal of ranks for stages that take turns."""
+    sleeps = ["--stage_ms", "0.5", "--draft_ms", "0", "--verify_ms", "0.25", "--cycles", "8"]
+    args = cycle_overhead.build_parser().parse_args(["--single_process", "--num_stages", "3", "1", *sleeps])
+    cycle_overhead.main(args)
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [run["num_stages"] for run in result["runs"]] == [3, 1]
+    assert [run["ideal_ms"] for run in result["runs"]] == [1.75, 0.75]
+    for run in result["runs"]:
+        assert run["overhead_ms"] == pytest.approx(run["cycle_ms"] - run["ideal_ms"], abs=0.002)
+        assert run["overhead_ms"] >= 0 < run["host_ms"]
 
 
 def child(command, pipe):

@@ -19,6 +19,7 @@ from training.replay import (
     replay_flags,
     run_values,
 )
+from training.replay_loss import Replay, ReplaySettings
 
 LAYERS = 6
 SPLITS = {"n = 2": (3, 3), "n = 3": (2, 2, 2), "n = 6": (1,) * 6, "uneven": (1, 3, 2)}
@@ -293,3 +294,65 @@ def test_values_of_a_run():
         assert values.gradient[place] == pytest.approx(difference, rel=1e-5)
     assert values.visits.sum() == pytest.approx(values.tokens)
     assert run_values([0.8] * 4).tokens == pytest.approx(1 / (1 - 0.8))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The loss
+
+
+def own_answer(target, head, sizes, count=40):
+    """A text that the target wrote, as a batch of one: ids, and what `Replay` takes."""
+    prompt = random_prompt(6)
+    tokens = [*prompt, *spd_decoder(target, head).generate(prompt, count).tokens]
+    ids, labels, mask = batch_of([tokens], [len(prompt)])
+    features, hidden = teacher_features(target, ids, mask, head.config.anchors)
+    return tokens, {"features": features, "hidden": hidden, "labels": labels, "attention_mask": mask}
+
+
+def test_a_text_learned_by_heart_decodes_as_its_trace_says():
+    """Training and decoding must agree in the end: alpha of the trace is alpha of the decode, and rises."""
+    sizes = (2, 2, 2)
+    target = tiny_target("llama", layers=LAYERS)
+    head = tiny_head(target, sizes).requires_grad_(True)
+    tokens, teacher = own_answer(target, head, sizes)
+    replay = Replay(head, target, ReplaySettings())
+    optimizer, random = torch.optim.AdamW(head.parameters(), 3e-3), np.random.default_rng(0)
+    for _ in range(120):
+        trace, _ = replay.renewed(teacher, sizes, random)
+        loss, counts = replay.loss(teacher, sizes, trace)
+        (loss.total / loss.counted).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        replay.running.add(np.stack([counts.verified_by_fill, counts.accepted_by_fill]))
+    trace, _ = replay.renewed(teacher, sizes, random, repeats=len(tokens))
+    result = spd_decoder(target, head.eval()).generate(tokens[:6], len(tokens) - 6)
+    assert result.tokens == tokens[6:]
+    assert result.alpha == pytest.approx(trace.counts().alpha) and result.alpha > 0.85
+    assert result.cycles == trace.counts().cycles
+    assert replay.running.alpha() > 0.7
+
+
+def test_weights_of_events():
+    """--reject_weight and --value_weight change what an event counts, and nothing else."""
+    sizes = (2, 2, 2)
+    target = tiny_target("llama", layers=LAYERS)
+    head = tiny_head(target, sizes)
+    _, teacher = own_answer(target, head, sizes)
+    plain = Replay(head, target, ReplaySettings())
+    trace = Trace.of(teacher["labels"].numpy(), 3)
+    trace = trace.with_flags(bernoulli_flags(trace, 0.5, np.random.default_rng(0)))
+    assert plain._weights(trace, torch.device("cpu")) is None
+    heavy = Replay(head, target, ReplaySettings(reject_weight=2.0))._weights(trace, torch.device("cpu"))
+    assert heavy.tolist() == [1.0 if accepted else 2.0 for accepted in trace.accepted]
+    worth = Replay(head, target, ReplaySettings(value_weight=True))
+    worth.running.add(np.array([[80.0, 40, 20], [40, 20, 10]]))
+    weights = worth._weights(trace, torch.device("cpu"))
+    assert weights.mean() == pytest.approx(1)
+    rest = run_values(worth.running.alpha_by_fill(3)).rest
+    ratio = weights[trace.fills == 1].mean() / weights[trace.fills == 3].mean()
+    assert ratio == pytest.approx(rest[1] / rest[2], rel=1e-4)
+
+
+def test_full_traces_have_as_many_in_flight_as_there_can_be():
+    labels = np.array([[1, 2, 3, 4, 5]])
+    assert Trace.of(labels, 3).full().fills.tolist() == [1, 2, 3, 3]

@@ -114,7 +114,8 @@ class Trace:
                 ends += [False] * (count - 1) + [True] * (count > 0)
         rejected = np.zeros(len(positions), dtype=bool)
         ones = np.ones(len(positions), dtype=int)
-        return cls(*map(np.array, (sequences, positions)), rejected, ones, np.array(ends, dtype=bool), num_stages)
+        where = (np.array(column, dtype=int) for column in (sequences, positions))
+        return cls(*where, rejected, ones, np.array(ends, dtype=bool), num_stages)
 
     @property
     def num_events(self) -> int:
@@ -125,6 +126,11 @@ class Trace:
         # The end of an answer is the end of a run: the next answer begins with one token in flight.
         fills = fills_of(accepted & ~self.answer_ends, self.num_stages)
         return replace(self, accepted=accepted, fills=fills)
+
+    def full(self) -> Trace:
+        """The same events, each with as many tokens in flight as there can be."""
+        accepted = np.ones(self.num_events, dtype=bool)
+        return replace(self, accepted=accepted, fills=np.minimum(self.num_stages, self.positions + 1))
 
     def counts(self) -> TraceCounts:
         """Verified and accepted drafts by fill, and runs."""

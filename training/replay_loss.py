@@ -1,0 +1,138 @@
+"""The training forward of `--rows replay`: every answer token's draft, at the fill its own decoding gives it.
+
+Per micro-batch: the flags of its texts from the head as it is (no gradient), then one packed pass with gradient. The
+head's running acceptance, with which the flags of a new text begin, is the only state; it is part of a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline_inference import Sampling
+from pipeline_model import KL, LossTerms, SpeculationHead, Target, TrainingLoss, distillation_loss
+from training.replay import Trace, TraceCounts, bernoulli_flags, packed_rows, replay_flags, run_values
+
+TRACES = ("replay", "bernoulli", "full")
+FIRST_ALPHA = 0.5  # acceptance before anything was seen
+ALPHA_MEMORY = 0.95  # share of the running counts that stays from step to step
+MOST_ALPHA = 0.99  # of an acceptance whose runs are to have a finite length
+
+
+@dataclass(frozen=True)
+class ReplaySettings:
+    """How the flags of a text come about, and what its events weigh (METHOD sections 11.2 and 11.4)."""
+
+    trace: str = "replay"  # "replay": of the head as it is; "bernoulli": drawn; "full": a full pipeline
+    repeats: int = 1  # of the replay; after k the first k events of an answer are exact
+    sampling: Sampling = field(default_factory=Sampling)  # the decoding that is replayed
+    reject_weight: float = 1.0  # of events whose draft was rejected
+    value_weight: bool = False  # weigh events by what their acceptance adds to a run
+    seed: int = 0
+
+
+class RunningCounts:
+    """Verified and accepted drafts by fill, of the last steps above all, for each number of stages n."""
+
+    def __init__(self):
+        self._sums: dict[int, np.ndarray] = {}  # n -> [2, n]
+
+    def add(self, counts: np.ndarray) -> None:
+        """counts [2, n] of one step."""
+        n = counts.shape[1]
+        self._sums[n] = ALPHA_MEMORY * self._sums.get(n, np.zeros((2, n))) + counts
+
+    def alpha(self) -> float:
+        """Accepted / verified, all n together."""
+        verified, accepted = np.sum([sums.sum(axis=1) for sums in self._sums.values()] or [np.zeros(2)], axis=0)
+        return float(accepted / verified) if verified else FIRST_ALPHA
+
+    def alpha_by_fill(self, num_stages: int) -> np.ndarray:
+        """[n]; where a fill was hardly seen, the pooled one."""
+        verified, accepted = self._sums.get(num_stages, np.zeros((2, num_stages)))
+        return np.minimum(MOST_ALPHA, (accepted + self.alpha()) / (verified + 1))
+
+    def state(self) -> dict[int, list[list[float]]]:
+        return {n: sums.tolist() for n, sums in self._sums.items()}
+
+    def load(self, state: Mapping[int, list[list[float]]]) -> None:
+        self._sums = {n: np.array(sums) for n, sums in state.items()}
+
+
+class Replay:
+    """Flags, packed pass and loss of micro-batches. `running` holds what the last steps accepted."""
+
+    def __init__(self, head: SpeculationHead, target: Target, settings: ReplaySettings, terms: LossTerms = KL):
+        self.head, self.target, self.settings, self.terms = head, target, settings, terms
+        self.running = RunningCounts()
+
+    def outputs(self, teacher: Mapping[str, Tensor], stage_sizes: Sequence[int], trace: Trace) -> Tensor:
+        """The head's rows at every event, [E, H]; teacher as `training_loss` takes it."""
+        features = teacher["features"]
+        cos, sin = (table[:, : features.shape[1]].to(features.device) for table in self.target.rope(features.shape[1]))
+        lengths = teacher["attention_mask"].sum(dim=1).cpu().numpy()
+        return packed_rows(self.head, features, lengths, (cos, sin), stage_sizes, trace)
+
+    def renewed(
+        self,
+        teacher: Mapping[str, Tensor],
+        stage_sizes: Sequence[int],
+        random: np.random.Generator,
+        repeats: int | None = None,
+    ) -> tuple[Trace, float]:
+        """The trace of a batch, and the share of events whose fill the last repeat changed (0 without repeats)."""
+        settings = self.settings
+        trace = Trace.of(teacher["labels"].cpu().numpy(), len(stage_sizes))
+        if settings.trace == "full":
+            return trace.full(), 0.0
+        trace = trace.with_flags(bernoulli_flags(trace, self.running.alpha(), random))
+        if settings.trace == "bernoulli" or not trace.num_events:
+            return trace, 0.0
+        at = _places(trace, teacher["labels"].device)
+        uniforms = torch.from_numpy(random.random(trace.num_events)).to(at[0].device)
+        changed = 0.0
+        for _ in range(settings.repeats if repeats is None else repeats):
+            before = trace.fills
+            with torch.no_grad():
+                outputs = self.outputs(teacher, stage_sizes, trace)
+            tokens = teacher["labels"][at[0], at[1] + 1]
+            flags = replay_flags(
+                self.head, self.target, outputs, teacher["hidden"][at], tokens, settings.sampling, uniforms
+            )
+            trace = trace.with_flags(flags)
+            changed = float((trace.fills != before).mean())
+        return trace, changed
+
+    def loss(
+        self, teacher: Mapping[str, Tensor], stage_sizes: Sequence[int], trace: Trace
+    ) -> tuple[TrainingLoss, TraceCounts]:
+        """The loss of a trace's events; and what its own pass accepted, which is the newest word on each flag."""
+        at = _places(trace, teacher["labels"].device)
+        best = teacher.get("teacher_best")
+        best = None if best is None else best[at]
+        outputs = self.outputs(teacher, stage_sizes, trace)
+        loss = distillation_loss(
+            self.head, self.target, outputs, teacher["hidden"][at], best, self.terms, self._weights(trace, at[0].device)
+        )
+        return loss, trace.counts()
+
+    def _weights(self, trace: Trace, device: torch.device) -> Tensor | None:
+        """Weight of each event, [E]; None for ones."""
+        settings = self.settings
+        weights = np.ones(trace.num_events, dtype=np.float32)
+        if settings.reject_weight != 1:
+            weights[~trace.accepted] *= settings.reject_weight
+        if settings.value_weight:
+            rest = run_values(self.running.alpha_by_fill(trace.num_stages)).rest
+            worth = rest[np.minimum(trace.fills, trace.num_stages - 1)]  # R of the fill after an acceptance
+            weights *= worth / worth.mean() if len(worth) else 1
+        return None if (weights == 1).all() else torch.from_numpy(weights).to(device)
+
+
+def _places(trace: Trace, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Row of the batch and position of each event, as an index."""
+    return torch.from_numpy(trace.sequences).to(device), torch.from_numpy(trace.positions).to(device)

@@ -24,13 +24,13 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -44,10 +44,11 @@ from chat_template import add_template_flags, check_template_flags, use_template
 from conversation_data import OVERFLOW_POLICIES, ConversationData, PadCollator, load_conversations
 from feature_cache import FeatureCache, open_caches
 from optimizers import SCHEDULES, build_optimizers, lr_factor, scale_lr
-from pipeline_inference import load_tokenizer
+from pipeline_inference import Sampling, load_tokenizer
 from pipeline_model import (
     ATTN_IMPLEMENTATIONS,
     CHECKPOINT_NAME,
+    LOSS_KINDS,
     HeadConfig,
     LossTerms,
     SpeculationHead,
@@ -65,7 +66,6 @@ from pipeline_model import (
     save_head,
     split_layers,
     teacher_features,
-    training_loss,
 )
 from script_utils import (
     Parser,
@@ -81,6 +81,9 @@ from script_utils import (
     write_json,
 )
 from target_files import QUANTIZATIONS, check_attention_kernels, check_target_weights, quantization_of
+from training.head_loss import HeadLoss, ReplayLoss
+from training.replay import TraceCounts
+from training.replay_loss import TRACES, ReplaySettings
 from training_state import (
     LOG_NAME,
     DataOrder,
@@ -233,6 +236,24 @@ def add_head_flags(parser: Parser) -> None:
         "default: the paper's, half full, half even, counted from each row",
     )
 
+    add_replay_flags(parser)
+
+
+def add_replay_flags(parser: Parser) -> None:
+    rows = parser.add_argument_group("rows and loss")
+    rows.add_argument(
+        "--rows",
+        default="staircase",
+        choices=["staircase", "replay"],
+        help="staircase: the paper's training; replay: every draft that decoding verifies, at its own fill",
+    )
+    rows.add_argument("--trace", choices=TRACES, help="replay: which drafts count as accepted; default: replay")
+    rows.add_argument("--trace_temperature", type=number(float, 0), help="replay: of the decoding; default: 0, greedy")
+    rows.add_argument("--reject_weight", type=POSITIVE, help="replay: weight of rejected drafts; default: 1")
+    rows.add_argument("--value_weight", action=Switch, help="replay: weigh drafts by what accepting them adds")
+    rows.add_argument("--loss", default="kl", choices=LOSS_KINDS, help="tv: 1 - acceptance; lk: between the two")
+    rows.add_argument("--loss_eta", type=number(float, 0), help="lk: the larger, the sooner tv takes over; default: 3")
+
 
 def add_optimisation_flags(parser: Parser) -> None:
     steps = parser.add_argument_group("optimisation")
@@ -326,6 +347,21 @@ def check_head_flags(args: argparse.Namespace) -> None:
         raise ValueError(f"--{other_version} does not belong to --version {args.version}: leave one of them out")
     if args.fill_alpha is not None and not args.trained_with_use_deepest:
         raise ValueError("--fill_alpha needs --trained_with_use_deepest: without it the pipeline is always full")
+    check_replay_flags(args)
+
+
+def check_replay_flags(args: argparse.Namespace) -> None:
+    """ValueError for flags of rows and loss that contradict others."""
+    replay = ("trace", "trace_temperature", "reject_weight", "value_weight")
+    given = [name for name in replay if getattr(args, name) is not None]
+    if args.rows != "replay" and given:
+        raise ValueError(f"--{given[0]} belongs to --rows replay: add it, or leave --{given[0]} out")
+    if args.rows == "replay" and not args.trained_with_use_deepest:
+        raise ValueError("--rows replay needs --trained_with_use_deepest: without it every draft sees a full pipeline")
+    if args.rows == "replay" and args.fill_alpha is not None:
+        raise ValueError("--rows replay takes its fills from traces: leave --fill_alpha out")
+    if args.loss != "lk" and args.loss_eta is not None:
+        raise ValueError("--loss_eta belongs to --loss lk: leave it out")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -473,28 +509,6 @@ def start_from(head: SpeculationHead, path: str) -> None:
     head.load_state_dict(state)
 
 
-class HeadLoss(nn.Module):
-    """The training forward as a module, for DistributedDataParallel to wrap; its parameters are the head's alone."""
-
-    def __init__(self, head: SpeculationHead, target: Target, **settings: Any):
-        super().__init__()
-        self.head = head
-        self.target = target  # no nn.Module: not registered
-        self.settings = settings  # of `training_loss`
-
-    def forward(self, teacher: dict[str, Tensor], stage_sizes: tuple[int, ...], fill: int) -> TrainingLoss:
-        loss = training_loss(self.head, self.target, **teacher, stage_sizes=stage_sizes, fill=fill, **self.settings)
-        # A short fill or a small n leaves types without rows. Their gradients are zero then, not absent: processes
-        # have to agree on which gradients there are, and optimisers on which weights take part in a step.
-        touched = sum(projection.weight[0, 0] for kind in self.head.projections for projection in kind)
-        return loss._replace(total=loss.total + 0.0 * touched)
-
-    @property
-    def identity(self) -> dict[str, object]:
-        """What else than the trainer's own flags has to be the same in a continued run."""
-        return {}
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The run
 
@@ -609,12 +623,14 @@ class Trainer:
         sums = sum(torch.stack([value.detach().double() for value in loss]) for loss, _ in losses)
         sums = torch.cat([sums, sums.new_tensor(flags)])
         total, *counts = self.accelerator.reduce(sums, "sum").tolist()
-        counted, supervised, agreed, stopped, out_of_time = map(int, counts)
+        counted, (supervised, agreed, stopped, out_of_time) = counts[0], map(int, counts[1:])
+        shapes = [(self.splits[n], fill) for n, fill in self.draw_fills(step)]
+        used = self.loss.end_step(shapes, lambda value: self.accelerator.reduce(value, "sum"))
 
         self.gradient_norm = self.scale_gradients(counted)
         if math.isfinite(total) and math.isfinite(self.gradient_norm):
             scale_lr(self.optimizers, lr_factor(step, self.total_steps, self.warmup, self.args.lr_scheduler))
-            self.rest_unused_types(step)
+            self.rest_unused_types(used)
             for optimizer in self.optimizers:
                 optimizer.step()
             self.progress.add(total, counted, supervised, agreed)
@@ -639,8 +655,9 @@ class Trainer:
         for index in mine:
             batch = self.load("train", micro_batches[index])
             n, fill = draws[index]
+            number = self.progress.step * len(micro_batches) + index
             with nullcontext() if index == mine[-1] else accelerator.no_sync(self.model):
-                loss = self.model(batch.teacher, self.splits[n], fill)
+                loss = self.model(batch.teacher, self.splits[n], fill, number)
                 self.scaler.scale(loss.total).backward()
             losses.append((loss._replace(total=loss.total.detach()), batch.example_ids))
         return losses
@@ -651,15 +668,12 @@ class Trainer:
         settings = (tuple(self.splits), args.trained_with_use_deepest, args.fill_alpha, args.seed)
         return [draw_fill(*settings, micro_batch) for micro_batch in range(step * count, (step + 1) * count)]
 
-    def rest_unused_types(self, step: int) -> None:
+    def rest_unused_types(self, used: set[int]) -> None:
         """Take the gradients off projections whose types had no rows in this step, so that optimisers leave them be.
 
         Muon moves a matrix by the same amount however small its momentum has become: a type that is rare would wander
         off along the gradient of its last batch.
         """
-        used, exact_fill = set(), self.args.fill_alpha is not None
-        for n, fill in set(self.draw_fills(step)):
-            used |= self.head.staircase_plan(self.splits[n], fill, exact_fill=exact_fill).keys()
         for kind, projections in enumerate(self.head.projections):
             if kind not in used:
                 for projection in projections:
@@ -680,7 +694,7 @@ class Trainer:
             teacher |= {"features": features, "hidden": hidden}
         return MicroBatch(teacher, batch["example_id"])
 
-    def scale_gradients(self, counted: int) -> float:
+    def scale_gradients(self, counted: float) -> float:
         """Turn the gradients of the sum into those of the mean over the whole step, and clip. Returns their norm.
 
         Only here is the count of all processes and micro-batches known; DistributedDataParallel has divided by the
@@ -691,7 +705,7 @@ class Trainer:
                 self.scaler.unscale_(optimizer)
         weights = list(self.head.parameters())
         for weight in weights:
-            weight.grad.mul_(self.accelerator.num_processes / max(1, counted))
+            weight.grad.mul_(self.accelerator.num_processes / (counted or 1))
         return float(nn.utils.clip_grad_norm_(weights, self.args.max_grad_norm))
 
     # Loss or gradients that are not finite
@@ -729,10 +743,13 @@ class Trainer:
         batches = [longest_first[i : i + args.batch_size] for i in range(0, len(longest_first), args.batch_size)]
         shapes = [(n, fill) for n in self.splits for fill in range(1 if args.trained_with_use_deepest else n, n + 1)]
         sums = torch.zeros(len(shapes), 4, dtype=torch.float64, device=accelerator.device)
-        for batch in batches[accelerator.process_index :: accelerator.num_processes]:
+        traces = HeldOutTraces(self.splits, accelerator.device)
+        for number in range(accelerator.process_index, len(batches), accelerator.num_processes):
             if self.signals.received is not None:
                 break
-            teacher = self.load("val", batch).teacher
+            teacher = self.load("val", batches[number]).teacher
+            with accelerator.autocast():
+                traces.add(self.loss, teacher, number)
             for index, (n, fill) in enumerate(shapes):
                 with accelerator.autocast():
                     loss = self.loss(teacher, self.splits[n], fill)
@@ -751,7 +768,8 @@ class Trainer:
                 shapes, accelerator.reduce(sums, "sum").tolist(), strict=True
             )
         ]
-        self.write_log({"step": progress.step, "supervised_tokens": progress.supervised, "validation": figures})
+        line = {"step": progress.step, "supervised_tokens": progress.supervised, "validation": figures}
+        self.write_log(line | traces.figures(lambda value: accelerator.reduce(value, "sum")))
         for figure in figures:
             name = f"val/n{figure['num_stages']}_fill{figure['fill']}"
             self.track({f"{name}_{key}": figure[key] for key in ("loss", "agreement")})
@@ -777,7 +795,7 @@ class Trainer:
             "skipped_steps": progress.skipped,
             "seconds": round(progress.seconds, 3),
         }
-        self.write_log(line)
+        self.write_log(line | self.loss.figures())
         self.track({f"train/{name}": value for name, value in line.items() if name != "step"})
         bar.set_postfix({name: "-" if value is None else f"{value:.4g}" for name, value in means.items()})
 
@@ -818,6 +836,7 @@ class Trainer:
                 "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
                 "scaler": self.scaler.state_dict(),
                 "random_states": random_states,
+                "loss": self.loss.state(),
             }
             folder, keep = self.args.output_dir, self.args.keep_checkpoints
             save_checkpoint(folder, self.progress.step, self.head, state, keep)
@@ -833,6 +852,7 @@ class Trainer:
         if self.scaler.is_enabled():
             self.scaler.load_state_dict(state["scaler"])
         vars(self.progress).update(state["progress"])
+        self.loss.load_state(state["loss"])
         if checkpoint.resolve().parent == self.args.output_dir.resolve():
             self.saved_step = self.progress.step
         if self.accelerator.process_index < len(state["random_states"]):
@@ -898,6 +918,35 @@ class Trainer:
             write_json(self.args.output_dir / "run.json", record | more)
 
 
+class HeldOutTraces:
+    """What decoding would verify and accept of the held-out answers, for each n."""
+
+    def __init__(self, splits: Mapping[int, tuple[int, ...]], device: torch.device):
+        self._splits = splits
+        self._sums = {n: torch.zeros(2 * n + 1, dtype=torch.float64, device=device) for n in splits}
+
+    def add(self, loss: HeadLoss, teacher: dict[str, Tensor], number: int) -> None:
+        """Count a batch's answers; nothing for heads that have no replay."""
+        for n, stage_sizes in self._splits.items():
+            counts = loss.held_out(teacher, stage_sizes, number)
+            if counts is not None:
+                values = [*counts.verified_by_fill, *counts.accepted_by_fill, counts.runs]
+                self._sums[n] += self._sums[n].new_tensor(values)
+
+    def figures(self, reduce: Callable[[Tensor], Tensor]) -> dict[str, list[dict[str, object]]]:
+        """`traces`, for the log: alpha, alpha by fill, L_acc of each n. Empty without events."""
+        traces = []
+        for n, sums in self._sums.items():
+            values = reduce(sums).cpu().numpy()
+            counts = TraceCounts(values[:n], values[n : 2 * n], int(values[-1]))
+            if counts.verified:
+                pairs = zip(counts.accepted_by_fill, counts.verified_by_fill, strict=True)
+                by_fill = [accepted / verified if verified else None for accepted, verified in pairs]
+                figures = {"alpha": counts.alpha, "alpha_by_fill": by_fill, "accept_length": counts.accept_length}
+                traces.append({"num_stages": n, "verified": counts.verified} | figures)
+        return {"traces": traces} if traces else {}
+
+
 def spread(total: int, most: int) -> np.ndarray:
     """Indices of at most so many of `total` rows, evenly spaced: they come from all files in proportion."""
     count = min(total, most)
@@ -942,11 +991,25 @@ def main(args: argparse.Namespace) -> int:
         head = new_head(config, target, args.spec_init_from_base_layers, args.seed)
         if args.init_head is not None:
             start_from(head, args.init_head)
-        attention = "flex_attention" if args.attn_implementation == "flex_attention" else "sdpa"
-        settings = {"exact_fill": args.fill_alpha is not None, "attention": attention}
-        return HeadLoss(head, target, terms=LossTerms(temperature=args.temperature), **settings)
+        return head_loss(args, head, target)
 
     return run_training(args, config_of_target, make_loss)
+
+
+def head_loss(args: argparse.Namespace, head: SpeculationHead, target: Target) -> HeadLoss:
+    """The training forward that the flags of rows and loss ask for."""
+    terms = LossTerms(args.loss, args.temperature, 3.0 if args.loss_eta is None else args.loss_eta)
+    if args.rows == "staircase":
+        attention = "flex_attention" if args.attn_implementation == "flex_attention" else "sdpa"
+        return HeadLoss(head, target, terms=terms, exact_fill=args.fill_alpha is not None, attention=attention)
+    settings = ReplaySettings(
+        trace=args.trace or "replay",
+        sampling=Sampling(args.trace_temperature or 0.0),
+        reject_weight=args.reject_weight or 1.0,
+        value_weight=bool(args.value_weight),
+        seed=args.seed,
+    )
+    return ReplayLoss(head, target, settings, terms)
 
 
 def run_training(

@@ -97,7 +97,9 @@ def head_config(args: argparse.Namespace, target: PreTrainedConfig) -> BaselineC
 class Eagle3Loss(train.HeadLoss):
     """The unrolled training forward; settings are those of `unrolled_loss`."""
 
-    def forward(self, teacher: dict[str, Tensor], stage_sizes: tuple[int, ...], fill: int) -> TrainingLoss:
+    def forward(
+        self, teacher: dict[str, Tensor], stage_sizes: tuple[int, ...], fill: int, micro_batch: int = 0
+    ) -> TrainingLoss:
         return unrolled_loss(self.head, self.target, **teacher, **self.settings)
 
     @property

@@ -83,18 +83,18 @@ class Replay:
         stage_sizes: Sequence[int],
         random: np.random.Generator,
         repeats: int | None = None,
-    ) -> tuple[Trace, float]:
-        """The trace of a batch, and the share of events whose fill the last repeat changed (0 without repeats)."""
+    ) -> tuple[Trace, int]:
+        """The trace of a batch, and how many events' fill the last repeat changed (0 without repeats)."""
         settings = self.settings
         trace = Trace.of(teacher["labels"].cpu().numpy(), len(stage_sizes))
         if settings.trace == "full":
-            return trace.full(), 0.0
+            return trace.full(), 0
         trace = trace.with_flags(bernoulli_flags(trace, self.running.alpha(), random))
         if settings.trace == "bernoulli" or not trace.num_events:
-            return trace, 0.0
+            return trace, 0
         at = _places(trace, teacher["labels"].device)
         uniforms = torch.from_numpy(random.random(trace.num_events)).to(at[0].device)
-        changed = 0.0
+        changed = 0
         for _ in range(settings.repeats if repeats is None else repeats):
             before = trace.fills
             with torch.no_grad():
@@ -104,7 +104,7 @@ class Replay:
                 self.head, self.target, outputs, teacher["hidden"][at], tokens, settings.sampling, uniforms
             )
             trace = trace.with_flags(flags)
-            changed = float((trace.fills != before).mean())
+            changed = int((trace.fills != before).sum())
         return trace, changed
 
     def loss(

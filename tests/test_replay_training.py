@@ -1,0 +1,91 @@
+"""`train.py --rows replay` as a run: processes, resuming, versions, the feature cache, its flags and its log."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.test_train import (
+    arguments,
+    assert_same_weights,
+    comparable,
+    launch,
+    run,
+    script_error,
+    training_lines,
+    weights,
+    work,  # noqa: F401, a fixture
+)
+from training_state import list_checkpoints, read_log
+
+REPLAY = ("--rows", "replay", "--gradient_accumulation_steps", 4, "--max_steps", 6)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        (),
+        ("--version", 10),
+        ("--num_stages", "2,4", "--loss", "lk", "--reject_weight", 2, "--value_weight"),
+        ("--trace", "bernoulli", "--loss", "tv"),
+        ("--stage_layers", "1;2;1", "--num_stages", 3, "--trace", "full"),
+        ("--trace_temperature", 1),
+    ],
+)
+def test_runs_of_every_kind_log_their_traces(work, tmp_path, more):  # noqa: F811
+    """Guards each flag in a real run: steps are taken, and the log says what decoding would have accepted."""
+    assert run(work, tmp_path, *REPLAY, *more) == 0
+    lines = training_lines(tmp_path)
+    assert len(lines) == 6
+    traces = [value for line in lines for name, value in line.items() if name.startswith("trace_n")]
+    assert len(traces) >= 6
+    for trace in traces:
+        assert 0 <= trace["alpha"] <= 1
+        assert 1 <= trace["mean_fill"] <= 4
+    held_out = [line for line in read_log(tmp_path / "log.jsonl") if "traces" in line][-1]["traces"]
+    assert [trace["num_stages"] for trace in held_out] == ([2, 4] if "2,4" in more else [3 if 3 in more else 4])
+    assert all(trace["verified"] > 10 and trace["accept_length"] >= 0.9 for trace in held_out)
+
+
+def test_resume_is_exact(work, tmp_path):  # noqa: F811
+    """Guards the running acceptance, with which the flags of a new text begin: it is part of a checkpoint."""
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    settings = [*REPLAY, "--log_interval", 3, "--loss", "lk"]
+    assert run(work, whole, *settings, "--save_interval", 4, "--keep_checkpoints", 5) == 0
+    assert run(work, resumed, *settings, "--resume_from", list_checkpoints(whole)[0]) == 0
+    assert_same_weights(weights(whole), weights(resumed))
+    assert comparable(whole) == comparable(resumed)
+
+
+def test_same_run_with_one_and_two_processes(work, tmp_path):  # noqa: F811
+    """Guards what processes must agree on: flags, running acceptance, types that rest, the mean's denominator."""
+    launched = launch(2, *arguments(work, tmp_path / "2", *REPLAY, "--gradient_accumulation_steps", 2))
+    assert run(work, tmp_path / "1", *REPLAY) == 0
+    _, errors = launched.communicate(timeout=300)
+    assert launched.returncode == 0, errors
+    one, two = (read_log(tmp_path / name / "log.jsonl") for name in "12")
+    for ours, theirs in zip(one[:-1], two[:-1], strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-4)
+        assert ours["trace_n4"]["alpha"] == pytest.approx(theirs["trace_n4"]["alpha"], abs=1e-3)
+    assert one[-1]["traces"][0]["alpha"] == pytest.approx(two[-1]["traces"][0]["alpha"], abs=0.02)
+
+
+def test_feature_cache_serves_replay(work, tmp_path):  # noqa: F811
+    """Guards --feature_cache with --rows replay: the second epoch reads states, and the run is the same twice."""
+    more = [*REPLAY, "--max_steps", 20, "--feature_cache", tmp_path / "cache", "--log_interval", 10]
+    assert run(work, tmp_path / "first", *more) == 0
+    assert run(work, tmp_path / "second", *more) == 0
+    assert_same_weights(weights(tmp_path / "first"), weights(tmp_path / "second"))
+
+
+@pytest.mark.parametrize(
+    ("more", "part"),
+    [
+        (("--trace", "full"), "--trace belongs to --rows replay"),
+        (("--reject_weight", 2), "--reject_weight belongs to --rows replay"),
+        (("--rows", "replay", "--no-trained_with_use_deepest"), "--rows replay needs --trained_with_use_deepest"),
+        (("--rows", "replay", "--fill_alpha", 0.5), "leave --fill_alpha out"),
+        (("--loss_eta", 2), "--loss_eta belongs to --loss lk"),
+    ],
+)
+def test_flags_that_contradict(work, tmp_path, capsys, more, part):  # noqa: F811
+    assert part in script_error(work, tmp_path, capsys, *more)

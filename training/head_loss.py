@@ -1,0 +1,166 @@
+"""The training forward as a module: what a step's micro-batches compute, and what a trainer asks of it besides.
+
+HeadLoss     METHOD section 4: the staircase, one pipeline depth and fill per micro-batch
+ReplayLoss   METHOD section 11: every draft that decoding verifies, each at its own fill
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from pipeline_model import KL, FixedRowHead, LossTerms, SpeculationHead, Target, TrainingLoss, training_loss
+from training.replay import TraceCounts
+from training.replay_loss import Replay, ReplaySettings
+
+HELD_OUT_REPEATS = 4  # of the replay of held-out answers: the first tokens are exact, the fills of the rest close
+Shape = tuple[tuple[int, ...], int]  # stage sizes and fill of a micro-batch
+Reduce = Callable[[Tensor], Tensor]  # the sum over all processes
+
+
+class HeadLoss(nn.Module):
+    """The training forward as a module, for DistributedDataParallel to wrap; its parameters are the head's alone."""
+
+    def __init__(self, head: SpeculationHead, target: Target, **settings: Any):
+        super().__init__()
+        self.head = head
+        self.target = target  # no nn.Module: not registered
+        self.settings = settings  # of `training_loss`
+
+    def forward(
+        self, teacher: dict[str, Tensor], stage_sizes: tuple[int, ...], fill: int, micro_batch: int = 0
+    ) -> TrainingLoss:
+        """teacher as `training_loss` takes it; `micro_batch` numbers it from the start of the run, for draws."""
+        return self.touching_all(self.of_batch(teacher, stage_sizes, fill, micro_batch))
+
+    def of_batch(
+        self, teacher: dict[str, Tensor], stage_sizes: tuple[int, ...], fill: int, micro_batch: int
+    ) -> TrainingLoss:
+        return training_loss(self.head, self.target, **teacher, stage_sizes=stage_sizes, fill=fill, **self.settings)
+
+    def touching_all(self, loss: TrainingLoss) -> TrainingLoss:
+        """The loss with a gradient, if zero, for every projection.
+
+        A short fill or a small n leaves types without rows. Processes have to agree on which gradients there are, and
+        optimisers on which weights take part in a step.
+        """
+        touched = sum(projection.weight[0, 0] for kind in self.head.projections for projection in kind)
+        return loss._replace(total=loss.total + 0.0 * touched)
+
+    @property
+    def identity(self) -> dict[str, object]:
+        """What else than the trainer's own flags has to be the same in a continued run."""
+        terms = self.settings.get("terms", KL)
+        return {"--rows": "staircase", "--loss": terms.kind, "--loss_eta": terms.eta}
+
+    def end_step(self, shapes: Iterable[Shape], reduce: Reduce) -> set[int]:
+        """The types whose rows took part in the step that ends, which had micro-batches of these shapes."""
+        used: set[int] = set()
+        for stage_sizes, fill in set(shapes):
+            exact = self.settings.get("exact_fill", False)
+            used |= self.head.staircase_plan(stage_sizes, fill, exact_fill=exact).keys()
+        return used
+
+    def figures(self) -> dict[str, Any]:
+        """What the log says of the steps since the last call, besides the trainer's own figures."""
+        return {}
+
+    def state(self) -> dict[str, Any]:
+        """What a continued run needs of this module, besides the weights."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`."""
+
+    def held_out(self, teacher: dict[str, Tensor], stage_sizes: tuple[int, ...], number: int) -> TraceCounts | None:
+        """What decoding would verify and accept of held-out texts; None for a head that has no replay.
+
+        `number` of the batch seeds its draws.
+        """
+        if type(self.head) not in (SpeculationHead, FixedRowHead) or not self.head.config.trained_with_use_deepest:
+            return None
+        replay = self._held_out_replay()
+        trace, _ = replay.renewed(teacher, stage_sizes, np.random.default_rng((0, 5, number)), HELD_OUT_REPEATS)
+        return trace.counts()
+
+    def _held_out_replay(self) -> Replay:
+        return Replay(self.head, self.target, ReplaySettings())
+
+
+class ReplayLoss(HeadLoss):
+    """The loss of every event of the micro-batch's texts, of the trace that its settings make."""
+
+    def __init__(self, head: SpeculationHead, target: Target, settings: ReplaySettings, terms: LossTerms = KL):
+        super().__init__(head, target)
+        self.replay = Replay(head, target, settings, terms)
+        self._step: dict[int, np.ndarray] = {}  # n -> [3, n]: verified and accepted by fill, events whose fill changed
+        self._window: dict[int, np.ndarray] = {}  # the same since the last line of the log
+
+    def of_batch(
+        self, teacher: dict[str, Tensor], stage_sizes: tuple[int, ...], fill: int, micro_batch: int
+    ) -> TrainingLoss:
+        random = np.random.default_rng((self.replay.settings.seed, 3, micro_batch))
+        trace, changed = self.replay.renewed(teacher, stage_sizes, random)
+        loss, counts = self.replay.loss(teacher, stage_sizes, trace)
+        if self.training:
+            n, moved = len(stage_sizes), np.zeros(len(stage_sizes))
+            moved[0] = changed
+            counted = np.stack([counts.verified_by_fill, counts.accepted_by_fill, moved]).astype(float)
+            self._step[n] = self._step.get(n, 0.0) + counted
+        return loss
+
+    @property
+    def identity(self) -> dict[str, object]:
+        settings, terms = self.replay.settings, self.replay.terms
+        return {
+            "--rows": "replay",
+            "--loss": terms.kind,
+            "--loss_eta": terms.eta,
+            "--trace": settings.trace,
+            "--trace_temperature": settings.sampling.temperature,
+            "--reject_weight": settings.reject_weight,
+            "--value_weight": settings.value_weight,
+        }
+
+    def end_step(self, shapes: Iterable[Shape], reduce: Reduce) -> set[int]:
+        """Adds up what all processes verified and accepted; see `HeadLoss.end_step`."""
+        used: set[int] = set()
+        for stage_sizes in sorted({sizes for sizes, _ in shapes}):
+            n = len(stage_sizes)
+            mine = torch.from_numpy(np.asarray(self._step.pop(n, np.zeros((3, n)))))
+            counts = reduce(mine.to(self.target.device)).cpu().numpy()
+            self.replay.running.add(counts[:2])
+            self._window[n] = self._window.get(n, 0.0) + counts
+            types, seen = self.head.depth_types(stage_sizes), np.flatnonzero(counts[0])
+            used |= {types[-1], *types[: seen[-1] + 1]} if len(seen) else set()
+        return used
+
+    def figures(self) -> dict[str, Any]:
+        """Acceptance of the traces, pooled and by fill, and the share of events whose fill the last repeat changed."""
+        figures = {}
+        for n, (verified, accepted, changed) in sorted(self._window.items()):
+            if events := verified.sum():
+                figures[f"trace_n{n}"] = {
+                    "alpha": accepted.sum() / events,
+                    "alpha_by_fill": [a / v if v else None for a, v in zip(accepted, verified, strict=True)],
+                    "mean_fill": float(verified @ np.arange(1, n + 1) / events),
+                    "fills_changed": changed.sum() / events,
+                }
+        self._window = {}
+        return figures
+
+    def state(self) -> dict[str, Any]:
+        return {"running": self.replay.running.state(), "window": {n: v.tolist() for n, v in self._window.items()}}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.replay.running.load(state["running"])
+        self._window = {n: np.array(v) for n, v in state["window"].items()}
+
+    def _held_out_replay(self) -> Replay:
+        replay = Replay(self.head, self.target, ReplaySettings(sampling=self.replay.settings.sampling))
+        replay.running = self.replay.running
+        return replay

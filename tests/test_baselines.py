@@ -289,7 +289,7 @@ def test_resume_is_exact_and_settings_are_checked(work, tmp_path, method, capsys
         assert torch.equal(weight, parts[name]), name
     if method == "eagle3":
         with pytest.raises(ValueError, match="a run with --unroll_steps 7, this one has 3"):
-            train_it(work, tmp_path / "parts", method, "--unroll_steps", 3, "--resume_from", kept[0])
+            train_it(work, tmp_path / "other", method, "--unroll_steps", 3, "--resume_from", kept[0])
 
 
 def test_all_drafters_meet_the_same_tokens(work, tmp_path):

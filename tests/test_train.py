@@ -24,6 +24,7 @@ from conversation_data import PadCollator, load_conversations
 from optimizers import Float32Muon, build_optimizers, lr_factor, orthogonalise, orthogonalise_all
 from pipeline_model import CHECKPOINT_NAME, Target, load_head, read_checkpoint
 from tests.tiny import FAMILIES, VOCAB, spd_decoder, tiny_head, tiny_model, tiny_target
+from training import head_loss
 from training_state import (
     STATE_NAME,
     DataOrder,
@@ -373,7 +374,7 @@ def test_training_goes_on_from_a_head(work, tmp_path, capsys):
 def test_loss_that_is_not_finite(work, tmp_path, monkeypatch, capsys):
     """Guards a night's run: a step with a non-finite loss changes no weight and is reported with its examples; five in
     a row end the run with exit code 1 and name the last good checkpoint."""
-    genuine, calls = train.training_loss, []
+    genuine, calls = head_loss.training_loss, []
     bad = {3, *range(7, 100)}  # one micro-batch of step 2, then all from step 4 on
 
     def poisoned(*args, **kwargs):
@@ -381,7 +382,7 @@ def test_loss_that_is_not_finite(work, tmp_path, monkeypatch, capsys):
         loss = genuine(*args, **kwargs)
         return loss._replace(total=loss.total * (math.nan if len(calls) in bad else 1.0))
 
-    monkeypatch.setattr(train, "training_loss", poisoned)
+    monkeypatch.setattr(head_loss, "training_loss", poisoned)
     output = tmp_path / "out"
     settings = ["--save_interval", 1, "--keep_checkpoints", 9, "--val_fraction", 0]
     assert run(work, output, "--max_steps", 20, *settings) == 1

@@ -38,6 +38,7 @@ from script_utils import (
     add_dtype_argument,
     append_text,
     check_output_file,
+    check_output_folder,
     lock_file,
     naming,
     quiet_libraries,
@@ -98,7 +99,13 @@ def check(args: argparse.Namespace) -> None:
     Sampling(args.temperature, args.top_k, args.top_p)  # ValueError for what no sampling can be
     if args.output.suffix != ".jsonl":
         raise ValueError(f"--output is {str(args.output)!r}: name a .jsonl file, which train.py reads")
-    check_output_file("--output", args.output)
+    folder = args.output.absolute().parent
+    if (
+        not folder.exists() and folder.parent.is_dir()
+    ):  # a new folder of one's own answers is made when they are written
+        check_output_folder("--output", folder)
+    else:
+        check_output_file("--output", args.output)
     if args.output.exists() and not args.output.is_file():
         raise ValueError(f"--output {str(args.output)!r} is no regular file: what is there could not be gone on with")
 
@@ -264,6 +271,7 @@ def main(args: argparse.Namespace) -> None:
     check(args)
     check_attention_kernels(args.attn_implementation)
     check_target_weights(args.model_name, load_target_config(args.model_name))
+    args.output.parent.mkdir(exist_ok=True)
     with lock_file("--output", args.output):
         device, tokenizer = resolve_device(args.device), load_tokenizer(args.model_name)
         use_template(tokenizer, args)

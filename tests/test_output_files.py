@@ -252,7 +252,8 @@ def test_every_output_file_is_checked_first(files, tmp_path, monkeypatch, script
     for name in ("load", "from_pretrained"):
         monkeypatch.setattr(Target, name, nothing_loads, raising=False)
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", nothing_loads)
-    path = tmp_path / "missing" / "own.jsonl"
+    # The answers' own folder is made; a mistyped path two folders deep is not.
+    path = tmp_path / "missing" / ("deeper" if script is generate_training_data else "") / "own.jsonl"
     args = script.build_parser().parse_args([*flags.format(files).split(), flag, str(path)])
     with pytest.raises(ValueError, match=f"{flag} .*cannot be written .there is no folder"):
         script.main(args)

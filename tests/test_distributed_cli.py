@@ -228,7 +228,7 @@ def test_torchrun_cannot_serve_another_split(files, tmp_path):
         (["--spec_head_ckpt", "{h2}", "--rank_gpus", "0,1,2"], "rank 0 wants GPU 0, but this machine has 0"),
         (
             ["--spec_head_ckpt", "{h2}", "{h3}", "--num_stages", "3"],
-            "h2.pt': num_stages is 3, but the head",
+            "h2.pt': --num_stages is 3, but the head",
         ),
         (["--spec_head_ckpt", "{h2}", "{h3}", "--draft_top_k", "0"], "draft_top_k is 0"),
         (["--spec_head_ckpt", "{h2}", "{again}"], "twice"),

@@ -6,6 +6,7 @@ import signal
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import train
 from conversation_data import load_conversations
@@ -216,7 +217,7 @@ def test_base_layers_count_from_0(work, tmp_path):
     config, state = read_checkpoint(tmp_path)
     assert (config.spec_init_from_base_layers, config.spec_init_first_layer) == ((0, 3), 0)
     assert config.spec_intermediate_size_fallback == 48
-    source = train.AutoModelForCausalLM.from_pretrained(work / "target").state_dict()
+    source = AutoModelForCausalLM.from_pretrained(work / "target").state_dict()
     for own, layer in ((0, 0), (1, 3)):
         theirs = source[f"model.layers.{layer}.mlp.up_proj.weight"]
         torch.testing.assert_close(state[f"spec_layers.{own}.mlp.up_proj.weight"], theirs, rtol=0, atol=1e-9)

@@ -37,7 +37,7 @@ from evaluation_metrics import (
 from evaluation_plan import Plan, PlannedRun, Planner
 from evaluation_plots import plot_summary
 from evaluation_workers import Task, Workers
-from pipeline_inference import print_unused_settings
+from pipeline_inference import add_compile_argument, print_unused_settings
 from pipeline_model import ATTN_IMPLEMENTATIONS
 from script_utils import (
     Parser,
@@ -64,6 +64,7 @@ def build_parser() -> Parser:
     add_dtype_argument(model)
     model.add_argument("--attn_implementation", default="sdpa", choices=ATTN_IMPLEMENTATIONS, help="attention kernels")
     model.add_argument("--quantization", choices=QUANTIZATIONS, help="quantise the target's weights while loading")
+    add_compile_argument(model)
     model.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
     data = parser.add_argument_group("data")
     data.add_argument("--data_dir", type=Path, default=Path(__file__).parent / "eval_data", help="data sets")

@@ -28,6 +28,7 @@ class Run:
     draft_top_k: int = 1
     draft_chain: int = 0  # tokens drafted in a row: EAGLE-3's steps, prompt lookup's most; 0: the method has no chains
     use_deepest: bool | None = None  # None: as the head was trained
+    compiled: bool = False  # the target's layers
 
     @property
     def costs(self) -> Costs:
@@ -53,6 +54,8 @@ class Run:
             axes[f"W = {self.draft_top_k}"] = f"W{self.draft_top_k}"
         if self.draft_chain:
             axes[f"m = {self.draft_chain}"] = f"m{self.draft_chain}"
+        if self.compiled:
+            axes["compiled"] = "compiled"
         return axes
 
 
@@ -76,21 +79,23 @@ class Method(NamedTuple):
 
 def _spd(target: Target, run: Run, settings: Mapping[str, Any]) -> Decoder:
     head = load_head(run.spec_head_ckpt, target)
-    executor = LocalExecutor(target, run.stage_sizes, head.config.anchors)
+    executor = LocalExecutor(target, run.stage_sizes, head.config.anchors, compiled=run.compiled)
     drafter = SPDDrafter(head, target, run.stage_sizes, run.use_deepest)
     return Decoder(executor, drafter, draft_top_k=run.draft_top_k, **settings)
 
 
 def _eagle3(target: Target, run: Run, settings: Mapping[str, Any]) -> Decoder:
-    return eagle3_decoder(target, load_head(run.spec_head_ckpt, target, Eagle3Config), run.draft_chain, **settings)
+    head = load_head(run.spec_head_ckpt, target, Eagle3Config)
+    return eagle3_decoder(target, head, run.draft_chain, compiled=run.compiled, **settings)
 
 
 def _ppsd(target: Target, run: Run, settings: Mapping[str, Any]) -> Decoder:
-    return ppsd_decoder(target, load_head(run.spec_head_ckpt, target, PPSDConfig), run.stage_sizes, **settings)
+    head = load_head(run.spec_head_ckpt, target, PPSDConfig)
+    return ppsd_decoder(target, head, run.stage_sizes, compiled=run.compiled, **settings)
 
 
 def _autoregressive(target: Target, run: Run, settings: Mapping[str, Any]) -> Decoder:
-    return Decoder(LocalExecutor(target, run.stage_sizes), **settings)
+    return Decoder(LocalExecutor(target, run.stage_sizes, compiled=run.compiled), **settings)
 
 
 def _prompt_lookup(target: Target, run: Run, settings: Mapping[str, Any]) -> PromptLookup:

@@ -43,7 +43,7 @@ from pipeline_model import (
     read_head,
 )
 from script_utils import check_output_folder, resolve_dtype
-from target_files import check_target_weights, target_fingerprint
+from target_files import check_compiled, check_target_weights, target_fingerprint
 
 PLACEMENT = "all stages on one device"  # what the wall-clock times of this evaluation mean
 
@@ -90,6 +90,8 @@ def check_method(args: argparse.Namespace) -> None:
         raise ValueError(f"--method {args.method} has no checkpoint: leave --spec_head_ckpt out")
     if METHODS[args.method].config_class is not None and not args.spec_head_ckpt:
         raise ValueError(f"--method {args.method} needs --spec_head_ckpt, the checkpoint of its drafter")
+    if args.compile and args.method == "prompt_lookup":
+        raise ValueError("--compile compiles this project's stages, but --method prompt_lookup runs the library's loop")
     for count in (*args.num_steps, *args.prompt_lookup_num_tokens):
         if count < 1:
             raise ValueError(f"--num_steps and --prompt_lookup_num_tokens must be at least 1, one is {count}")
@@ -102,7 +104,7 @@ def check_flags(args: argparse.Namespace) -> None:
         Sampling(temperature, args.top_k, args.top_p)
     for width in args.draft_top_k:
         check_limits(args.max_new_tokens, width)
-        check_attention(args.attn_implementation, width)
+        check_attention(args.attn_implementation, width, args.compile)
     if args.prompts_per_dataset is not None and args.prompts_per_dataset < 1:
         raise ValueError(f"--prompts_per_dataset is {args.prompts_per_dataset}: it must be at least 1")
     check_template_flags(args)
@@ -176,6 +178,7 @@ class Planner:
             item for name in self.names for item in read_questions(args.data_dir, name, args.prompts_per_dataset)
         ]
         self.config = load_target_config(args.base_model_path, args.trust_remote_code, quantization=args.quantization)
+        check_compiled(args.compile, self.config, args.quantization, torch.device(self.devices[0]))
         check_target_weights(args.base_model_path, self.config)
         if args.method == "prompt_lookup":
             check_prompt_lookup(self.config)
@@ -224,6 +227,7 @@ class Planner:
             "dtype": str(self.options.dtype).removeprefix("torch."),
             "attn_implementation": args.attn_implementation,
             "quantization": args.quantization,
+            "compile": args.compile,
             "chat_template": template_setting(args),
             "enable_thinking": args.enable_thinking,
             "max_new_tokens": args.max_new_tokens,
@@ -253,6 +257,7 @@ class Planner:
             spec_head_ckpt=path,
             draft_top_k=width,
             draft_chain=chain,
+            compiled=args.compile,
             **shape,
         )
         baseline_settings = dict(shared) | {"temperature": temperature}
@@ -280,7 +285,7 @@ class Planner:
             run=run,
             settings=settings,
             files=RunFiles(args.output_dir, name),
-            baseline=Run(sampling, args.max_new_tokens, args.seed, stage_sizes=(num_layers,)),
+            baseline=Run(sampling, args.max_new_tokens, args.seed, (num_layers,), compiled=args.compile),
             baseline_settings=baseline_settings,
             baseline_rows=baseline_cache(baseline_folder(args), baseline_settings),
         )

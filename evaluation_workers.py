@@ -19,7 +19,7 @@ from evaluation_data import Sample
 from evaluation_methods import Run, build_decoder
 from evaluation_metrics import Row, compare_with_baseline, failed_row, sample_row
 from pipeline_inference import Decoder, Executor, LocalExecutor, logit_gap
-from pipeline_model import Target
+from pipeline_model import NotCompiled, Target
 from script_utils import quiet_libraries
 
 WARMUP_PROMPT = 32  # prompt tokens of the unrecorded generation before a decoder's first sample
@@ -88,7 +88,7 @@ class Evaluator:
         self._decoder: Decoder | PromptLookup | None = None
 
     def evaluate(self, task: Task) -> Row:
-        """The row of a sample, failed or not. ValueError when the run's head does not fit the target."""
+        """The row of a sample, failed or not. ValueError for a head that does not fit the target, and NotCompiled."""
         run, sample = task.run, task.sample
         fresh = run != self._run
         if fresh:
@@ -100,6 +100,8 @@ class Evaluator:
             self._decoder.seed = sample_seed(run.seed, sample)
             row = sample_row(sample, self._decoder.generate(sample.prompt_ids, run.max_new_tokens), run.costs)
             return compared(row, task, self._alone)
+        except NotCompiled:
+            raise
         except Exception as error:  # out of memory, a fault of one prompt: recorded, and the others go on
             return failed_row(sample, error)
 

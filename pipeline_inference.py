@@ -71,7 +71,7 @@ from script_utils import (
     resolve_dtype,
     run_script,
 )
-from target_files import QUANTIZATIONS, check_attention_kernels
+from target_files import QUANTIZATIONS, check_attention_kernels, check_compiled
 from timeline import DRAFT, VERIFY, WAIT, Span, Timeline, Timings, stage_index, stage_row, time_table, write_trace
 
 T = TypeVar("T")
@@ -829,7 +829,7 @@ class Generation:
             slots=self._end + (candidates if tree else 0),
             nodes=candidates + num_stages + 3,
             tree=tree,
-            width=width if tree else 1,
+            width=width if tree else decoder.draft_chain + 1,
         )
         self.tree = TokenTree(self._plan, prompt, num_stages)
         self._entering: list[Node] = []  # enter stage 0 in the next cycle
@@ -1117,8 +1117,15 @@ def add_model_arguments(parser: Parser) -> argparse._ArgumentGroup:
     model.add_argument("--base_model_path", help="target: a folder or a hub id; unset: the head's own")
     add_dtype_argument(model)
     model.add_argument("--attn_implementation", default="sdpa", choices=ATTN_IMPLEMENTATIONS, help="attention kernels")
+    add_compile_argument(model)
     model.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
     return model
+
+
+def add_compile_argument(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--compile", action="store_true", help="compiled layers, on GPUs as CUDA graphs; for the target alone, too"
+    )
 
 
 def add_decoding_arguments(parser: Parser, nargs: int | str | None = None) -> argparse._ArgumentGroup:
@@ -1165,7 +1172,7 @@ def check_arguments(args: argparse.Namespace) -> None:
     Sampling(args.temperature, args.top_k, args.top_p)
     check_limits(args.max_new_tokens, args.draft_top_k)
     check_template_flags(args)
-    check_attention(args.attn_implementation, args.draft_top_k)
+    check_attention(args.attn_implementation, args.draft_top_k, args.compile)
     check_seed(args.seed)
     for name in ("trace", "pipeline_first", "profile_timing"):
         if getattr(args, name) and not args.spec_head_ckpt:
@@ -1184,6 +1191,7 @@ class Demo:
         self.args, device = args, resolve_device(args.device)
         dtype = resolve_dtype(args.dtype, device)
         self.base_model_path, config = find_target(args.base_model_path, args.spec_head_ckpt, args.trust_remote_code)
+        check_compiled(args.compile, config, args.quantization, device)
         head = read_head(args.spec_head_ckpt, config) if args.spec_head_ckpt else None
         self.tokenizer = load_tokenizer(self.base_model_path, args.trust_remote_code)
         use_template(self.tokenizer, args)
@@ -1198,7 +1206,8 @@ class Demo:
         )
         self.terminal = sys.stdout.isatty()
         self.color = self.terminal and "NO_COLOR" not in os.environ
-        self.decoders = {"standard": self.decoder(LocalExecutor(self.target, (self.target.num_layers,)))}
+        alone = LocalExecutor(self.target, (self.target.num_layers,), compiled=args.compile)
+        self.decoders = {"standard": self.decoder(alone)}
         self.spec_layers = 0
         if head is not None:
             self.spec_layers = head.config.num_spec_layers
@@ -1225,7 +1234,7 @@ class Demo:
     def pipeline(self, head: SpeculationHead) -> Decoder:
         args, sizes = self.args, head.config.split(self.target.num_layers)
         return self.decoder(
-            LocalExecutor(self.target, sizes, head.config.anchors),
+            LocalExecutor(self.target, sizes, head.config.anchors, compiled=args.compile),
             SPDDrafter(head, self.target, sizes, args.use_deepest),
             draft_top_k=args.draft_top_k,
             verify_lag=args.verify_lag,
@@ -1314,7 +1323,8 @@ def result_line(name: str, result: GenerationResult, num_spec_layers: int) -> st
 def logit_gap(executor: Executor, prefix: Sequence[int], first: int, second: int) -> float:
     """How much the target prefers `first` to `second` after a prefix that two generations share."""
     Turn(executor).take()
-    output = executor.start(prefix, 0, CachePlan(len(prefix), 1, tree=False), Timeline(executor.device))
+    plan = CachePlan(len(prefix), 1, tree=False, width=0)  # the prompt alone: nothing to compile for it
+    output = executor.start(prefix, 0, plan, Timeline(executor.device))
     logits = output.logits.float()
     return float(logits[first] - logits[second])
 

@@ -24,6 +24,7 @@ The staircase, for n = 4 and a full pipeline, one column a token (10 is the newe
 
 from __future__ import annotations
 
+import copy
 import pickle
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -39,6 +40,7 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from torch import Tensor, nn
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.func import functional_call
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.nn.functional import linear, scaled_dot_product_attention
@@ -463,7 +465,7 @@ class CachePlan(NamedTuple):
     slots: int  # KV slots: prompt + new tokens, and in a tree one for each live node
     nodes: int  # node ids that can be alive at once
     tree: bool  # False: a chain, slot = position, no masks
-    width: int = 1  # W, nodes of one position at most
+    width: int = 1  # nodes that run at once, at most: W, or the tokens of a drafted chain; 0: the prompt alone
 
     def fits(self, other: CachePlan) -> bool:
         """Whether memory made for this plan serves the other one as well."""
@@ -969,7 +971,7 @@ class Target:
         if kind not in self._compiled_layers:
             memory_class = LinearMemory if self.layer_types[index] == LINEAR else KVMemory
             torch._dynamo.config.recompile_limit = MOST_SHAPES
-            compiled = torch.compile(partial(_run_layer, layer, memory_class), dynamic=False, fullgraph=True)
+            compiled = torch.compile(partial(_run_layer, _empty(layer), memory_class), dynamic=False, fullgraph=True)
             self._compiled_layers[kind] = compiled
         return self._compiled_layers[kind]
 
@@ -1005,6 +1007,12 @@ class Target:
 
 
 MOST_SHAPES = 64  # kinds of layers, widths and capacities in one process; torch's own limit of 8 is an error here
+
+
+def _empty(layer: nn.Module) -> nn.Module:
+    """A copy without weights: with those of one layer, what is compiled would be for that one alone."""
+    weights = {id(weight): nn.Parameter(weight.to("meta"), requires_grad=False) for weight in layer.parameters()}
+    return copy.deepcopy(layer, weights)
 
 
 def _run_layer(template, memory_class, weights, hidden, rope, mask, first, second, nodes, parents, slots):
@@ -1118,7 +1126,8 @@ class Stage:
         self._target, self.layers, self._compiled = target, layers, compiled
         self.anchors: frozenset[int] = frozenset()  # the b of the h_b that are captured
         self.cache: StageCache | None = None  # as large as the largest generation so far
-        self._static: dict[int, StaticForward] = {}  # by width W, of compiled batches
+        self._static: dict[tuple[int, bool], StaticForward] = {}  # of compiled batches, by width and whether of a tree
+        self._forward: StaticForward  # of this generation
         self._root: Tensor  # [1] node id of the prompt's last token
 
     def start(self, plan: CachePlan, root: int, anchors: Iterable[int] = ()) -> None:
@@ -1132,11 +1141,12 @@ class Stage:
             self.cache, self._static = None, {}  # their memory can be used again
             self.cache = StageCache(target.config, self.layers, plan, target.dtype, target.device)
         self._root = torch.tensor([root], device=target.device)
-        if self._compiled:
-            if plan.width not in self._static:
-                self._static[plan.width] = StaticForward(target, self.layers, self.cache, plan.width)
-            self._static[plan.width].start(self.anchors)
-        self._width = plan.width
+        if self._compiled and plan.width:
+            kind = plan.width, plan.tree
+            if kind not in self._static:
+                self._static[kind] = StaticForward(target, self.layers, self.cache, *kind)
+            self._forward = self._static[kind]
+            self._forward.start(self.anchors)
 
     def prefill(self, hidden: Tensor, start: int) -> tuple[Tensor, dict[int, Tensor]]:
         """Run a chunk of the prompt, [q, H] at positions start .. start + q - 1."""
@@ -1148,7 +1158,7 @@ class Stage:
     def run(self, batch: NodeBatch, hidden: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
         """Run one position's nodes, [w, H]."""
         if self._compiled:
-            return self._static[self._width].run(batch, hidden)
+            return self._forward.run([batch], hidden)
         self.cache.enter(batch)
         position = slice(batch.position, batch.position + 1)
         return _rows(*self._run(self.layers, hidden[:, None], position, batch.masks), 1)
@@ -1159,11 +1169,11 @@ class Stage:
         Linear-attention layers leave a state after every token only when they run one token at a time; the others run
         them all at once, as a prompt.
         """
+        if self._compiled:
+            return self._forward.run(batches, hidden)
         start, hidden, captured = batches[0].position, hidden[None], {}
-        positions, masks = (
-            slice(start, start + len(batches)),
-            self._target.prompt_masks(len(batches), start, hidden.device),
-        )
+        positions = slice(start, start + len(batches))
+        masks = self._target.prompt_masks(len(batches), start, hidden.device)
         for one_by_one, group in groupby(self.layers, partial(is_linear_attention, self._target.config)):
             layers = list(group)
             layers = range(layers[0], layers[-1] + 1)
@@ -1190,27 +1200,32 @@ def _rows(hidden: Tensor, captured: dict[int, Tensor], dim: int) -> tuple[Tensor
     return hidden.squeeze(dim), {b: states.squeeze(dim) for b, states in captured.items()}
 
 
+class NotCompiled(ValueError):
+    """The target's layers cannot be compiled: there is no other way to run them then."""
+
+
 WARM_UP_RUNS = 2  # of compiled layers, before a generation's prompt
 
 
 class StaticForward:
     """A stage's forward of a batch in shapes and addresses that never change, through compiled layers.
 
-    A batch is always W nodes wide (the first one stands in for missing ones), and attention sees all KV slots under a
-    mask. Each kind of layer is compiled once and serves all layers of its kind. On CUDA the whole forward is captured
-    as one graph, and what leaves it is copied, as the next replay writes to the same memory.
+    W rows always run (the first one stands in for missing ones), and attention sees all KV slots under a mask. The rows
+    are the nodes of one position, or the tokens of a chain, whose positions follow each other. Each kind of layer is
+    compiled once and serves all layers of its kind. On CUDA the whole forward is captured as one graph, and what leaves
+    it is copied, as the next replay writes to the same memory.
     """
 
-    def __init__(self, target: Target, layers: range, cache: StageCache, width: int):
-        self._target, self._layers, self._cache = target, layers, cache
+    def __init__(self, target: Target, layers: range, cache: StageCache, width: int, tree: bool):
+        self._target, self._layers, self._cache, self._tree = target, layers, cache, tree
         self._runs = [  # of each layer: what runs it, and its weights
             (target.compiled_layer(index), dict(target.layers[index].named_parameters())) for index in layers
         ]
         device, slots = target.device, cache.plan.slots
-        self._slots = torch.arange(slots, device=device)
+        self._range, self._slots = (torch.arange(count, device=device) for count in (width, slots))
         self._rows = torch.zeros(width, 4, dtype=torch.long, device=device)
         self._hidden = torch.zeros(width, 1, target.config.hidden_size, dtype=target.dtype, device=device)
-        self._rope = tuple(table[:, :1].clone() for table in target.rope(1))
+        self._rope = tuple(table[:, :1].repeat(width, 1, 1) for table in target.rope(1))
         window = None if target.window is None else torch.zeros(width, 1, 1, slots, dtype=torch.bool, device=device)
         self._masks = Masks(torch.zeros(width, 1, 1, slots, dtype=torch.bool, device=device), window)
         self._anchors: frozenset[int] | None = None
@@ -1218,7 +1233,10 @@ class StaticForward:
         self._outputs: tuple[Tensor, dict[int, Tensor]]  # of the graph
 
     def start(self, anchors: frozenset[int]) -> None:
-        """A generation begins. Compiles, warms up and captures where that has not been done for these anchors."""
+        """A generation begins. Compiles, warms up and captures where that has not been done for these anchors.
+
+        NotCompiled where a layer cannot be compiled.
+        """
         for mask in self._masks:
             if mask is not None:
                 mask.zero_()
@@ -1229,20 +1247,32 @@ class StaticForward:
         if self._target.window is not None:
             self._masks.window[..., 0] = True
         for _ in range(WARM_UP_RUNS):
-            self._forward()
+            self._compile()
         if self._target.device.type == "cuda":
             self._graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self._graph):
                 self._outputs = self._forward()
 
-    def run(self, batch: NodeBatch, hidden: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
-        """Run a batch's nodes, [w, H]; returns as `Stage.run`."""
-        count = len(hidden)
-        self._fill(self._rows, batch.rows)
+    def _compile(self) -> None:
+        try:
+            self._forward()
+        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+            self._anchors = None
+            raise NotCompiled(
+                f"the layers of model type {self._target.config.model_type!r} cannot be compiled here "
+                f"({first_line(error)}): leave --compile out"
+            ) from None
+
+    def run(self, batches: Sequence[NodeBatch], hidden: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
+        """Run the nodes of a batch, [w, H], or of several batches that are a chain; returns as `Stage.run`."""
+        count, first = len(hidden), batches[0]
+        rows = first.rows if len(batches) == 1 else torch.cat([batch.rows for batch in batches])
+        self._fill(self._rows, rows)
         self._fill(self._hidden, hidden[:, None])
-        for fixed, table in zip(self._rope, self._target.rope(batch.position + 1), strict=True):
-            fixed.copy_(table[:, batch.position : batch.position + 1])
-        self._fill_masks(batch)
+        positions = slice(first.position, first.position + len(batches))
+        for fixed, table in zip(self._rope, self._target.rope(positions.stop), strict=True):
+            self._fill(fixed, table[0, positions, None])
+        self._fill_masks(first, len(batches))
         if self._graph is None:
             output, captured = self._forward()
             return output[:count, 0], {b: states[:count, 0] for b, states in captured.items()}
@@ -1250,16 +1280,18 @@ class StaticForward:
         output, captured = self._outputs
         return output[:count, 0].clone(), {b: states[:count, 0].clone() for b, states in captured.items()}
 
-    def _fill_masks(self, batch: NodeBatch) -> None:
-        if batch.mask is not None:
-            for fixed, mask in zip(self._masks, batch.masks, strict=True):
+    def _fill_masks(self, first: NodeBatch, length: int) -> None:
+        """Those of a batch of a tree, or of a chain of so many tokens."""
+        if first.mask is not None:
+            for fixed, mask in zip(self._masks, first.masks, strict=True):
                 if mask is not None:
                     self._fill(fixed[..., : mask.shape[-1]], mask)
             return
-        past = self._slots <= batch.position
-        self._masks.full.copy_(past)
+        ahead = (self._slots - self._range[:length, None])[:, None, None]  # of the first token's position, but for that
+        past = ahead <= first.position
+        self._fill(self._masks.full, past)
         if self._target.window is not None:
-            self._masks.window.copy_(past & (self._slots >= oldest_seen(batch.position, self._target.window)))
+            self._fill(self._masks.window, past & (ahead > first.position - self._target.window))
 
     @staticmethod
     def _fill(fixed: Tensor, ours: Tensor) -> None:
@@ -1270,15 +1302,24 @@ class StaticForward:
 
     def _forward(self) -> tuple[Tensor, dict[int, Tensor]]:
         target, hidden, captured = self._target, self._hidden, {}
-        _, nodes, parents, slots = self._rows.unbind(1)
         masks = target.attention_masks(self._masks, hidden.dtype)
         for index, (run, weights) in zip(self._layers, self._runs, strict=True):
             kind, memory = target.layer_types[index], self._cache[index].tensors()
-            seen = None if kind == LINEAR else masks.window if kind == SLIDING else masks.full
-            hidden = run(weights, hidden, self._rope, seen, *memory, nodes, parents, slots)
+            if kind == LINEAR and not self._tree:  # a row starts from the state that the one before it leaves
+                rows = (slice(row, row + 1) for row in range(len(hidden)))
+                hidden = torch.cat([self._run(run, weights, hidden, None, memory, row) for row in rows])
+            else:
+                seen = None if kind == LINEAR else masks.window if kind == SLIDING else masks.full
+                hidden = self._run(run, weights, hidden, seen, memory, slice(None))
             if index + 1 in self._anchors:
                 captured[index + 1] = hidden
         return hidden, captured
+
+    def _run(self, run, weights, hidden: Tensor, mask: Tensor | None, memory: tuple, rows: slice) -> Tensor:
+        """One layer over some of the rows."""
+        _, nodes, parents, slots = self._rows[rows].unbind(1)
+        rope = tuple(table[rows] for table in self._rope)
+        return run(weights, hidden[rows], rope, mask, *memory, nodes, parents, slots)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch._inductor.cpp_builder import get_cpp_compiler
+from torch._inductor.exc import InvalidCxxCompiler
 from transformers import AutoConfig, BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.quantizers import AutoHfQuantizer
@@ -100,6 +102,23 @@ def check_attention_kernels(attn_implementation: str) -> None:
             "--attn_implementation flash_attention_2 needs a CUDA GPU and the package flash-attn: "
             "pip install flash-attn, or --attn_implementation sdpa"
         )
+
+
+def check_compiled(compiled: bool, config: PreTrainedConfig, quantization: str | None, device: torch.device) -> None:
+    """ValueError for --compile where it cannot work, long before anything is loaded.
+
+    quantization: as for `check_quantization`. What only compiling itself can show is `NotCompiled`.
+    """
+    method = quantization or quantization_of(config)
+    if compiled and method is not None:
+        raise ValueError(f"--compile cannot compile quantised weights ({method}): leave it out, or take the original")
+    if compiled and device.type == "cpu":
+        try:
+            get_cpp_compiler()
+        except InvalidCxxCompiler:
+            raise ValueError(
+                "--compile needs a C++ compiler on a CPU, and none is found: install g++, or leave it out"
+            ) from None
 
 
 # ---------------------------------------------------------------------------------------------------------------------

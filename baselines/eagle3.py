@@ -231,8 +231,8 @@ def unrolled_loss(
 class ChainExecutor(LocalExecutor):
     """The target as one stage that runs all the tokens which entered in a cycle, a chain, in one pass."""
 
-    def __init__(self, target: Target, anchors: Sequence[int] = (0,)):
-        super().__init__(target, (target.num_layers,), anchors)
+    def __init__(self, target: Target, anchors: Sequence[int] = (0,), *, compiled: bool = False):
+        super().__init__(target, (target.num_layers,), anchors, compiled=compiled)
         self._chain: list[tuple[NodeBatch, Tensor]] = []  # what entered in this cycle, with h_0 [1, H]
 
     def start(self, prompt: Sequence[int], root: int, plan: CachePlan, timeline: Timeline) -> PromptOutput:
@@ -308,7 +308,9 @@ class Eagle3Drafter:
         self._output = self.head.forward_rows(pairs[None], rope, self._cache, outputs=outputs)
 
 
-def eagle3_decoder(target: Target, head: Eagle3Head, num_steps: int, **settings: object) -> Decoder:
-    """A decoder that drafts chains of `num_steps` tokens; other settings as `Decoder`."""
-    executor = ChainExecutor(target, head.config.anchors)
+def eagle3_decoder(
+    target: Target, head: Eagle3Head, num_steps: int, *, compiled: bool = False, **settings: object
+) -> Decoder:
+    """A decoder that drafts chains of `num_steps` tokens; `compiled` as for `Stage`, other settings as `Decoder`."""
+    executor = ChainExecutor(target, head.config.anchors, compiled=compiled)
     return Decoder(executor, Eagle3Drafter(head, target), draft_chain=num_steps, **settings)

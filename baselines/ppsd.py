@@ -106,7 +106,9 @@ class PPSDDrafter:
         )
 
 
-def ppsd_decoder(target: Target, head: PPSDHead, stage_sizes: Sequence[int], **settings: object) -> Decoder:
-    """A decoder with this drafter; settings as `Decoder`. One chain: draft_top_k is 1."""
-    executor = FirstStageExecutor(target, stage_sizes, head.config.anchors)
+def ppsd_decoder(
+    target: Target, head: PPSDHead, stage_sizes: Sequence[int], *, compiled: bool = False, **settings: object
+) -> Decoder:
+    """A decoder with this drafter; `compiled` as for `Stage`, settings as `Decoder`. One chain: draft_top_k is 1."""
+    executor = FirstStageExecutor(target, stage_sizes, head.config.anchors, compiled=compiled)
     return Decoder(executor, PPSDDrafter(head, target), draft_in_line=True, **settings)

@@ -56,6 +56,7 @@ from pipeline_inference import (
 from pipeline_model import (
     CachePlan,
     HeadConfig,
+    NotCompiled,
     SpeculationHead,
     Stage,
     StageCache,
@@ -77,7 +78,7 @@ from script_utils import (
     resolve_dtype,
     show_what_can_be_shown,
 )
-from target_files import check_target_weights, target_fingerprint, tokenizer_fingerprint
+from target_files import check_compiled, check_target_weights, target_fingerprint, tokenizer_fingerprint
 
 SHORTEST, LONGEST = 0.1, 1e6  # seconds of a timeout
 MEETING_SPARE = 5.0  # seconds beyond --meet_timeout_sec in which whoever knows more can say so
@@ -124,7 +125,6 @@ def add_arguments(parser: Parser, nargs: int | str = 1) -> None:
     ranks.add_argument("--rank_gpus", type=str, help='GPU of each rank: "0,1,2", or cpu; unset: LOCAL_RANK, or CPU')
     ranks.add_argument("--dist_backend", choices=["nccl", "gloo"], help="payloads; unset: nccl on GPUs, gloo on CPUs")
     ranks.add_argument("--lm_head", default="draft", choices=LM_HEAD_PLACES, help="rank that computes the logits")
-    ranks.add_argument("--compile", action="store_true", help="compiled stages, on GPUs with CUDA graphs")
     ranks.add_argument(
         "--meet_timeout_sec", type=timeout_seconds, default=120, help="for finding each other, and connecting"
     )
@@ -174,6 +174,7 @@ class Checked:
         self.layout = Layout(sizes, args.colocate_draft, args.lm_head)
         check_world(self.layout, environment.world_size)
         self.device, self.backend = choose_device(args, environment)
+        check_compiled(args.compile, self.target_config, None, self.device)
         self.dtype = resolve_dtype(args.dtype, self.device)
 
     def check_prompt(self, prompt: Sequence[int]) -> None:
@@ -553,7 +554,9 @@ def serve(server: StageServer) -> int:
     """A stage's work. Returns the exit code."""
     try:
         server.serve()
-    except ValueError as error:  # no mistake of the user's, which are found before
+    except NotCompiled:
+        raise
+    except ValueError as error:  # no other mistake of the user's, which are found before
         raise RuntimeError(f"ValueError: {error}") from error
     return 0
 

@@ -13,8 +13,9 @@ from evaluation_files import RowLog
 from evaluation_metrics import is_whole
 from evaluation_plan import PLACEMENT
 
-# And the temperature. Records made before a setting came into being lack it: it was None then.
-SAME = ("target_fingerprint", "dtype", "quantization", "max_new_tokens", "top_k", "top_p", "seed")
+# And the temperature. Records made before a setting came into being lack it: it was off then.
+SAME = ("target_fingerprint", "dtype", "quantization", "compile", "max_new_tokens", "top_k", "top_p", "seed")
+OFF = {"compile": False, "quantization": None}
 ROWS, RECORD = "__per_sample.jsonl", "__run.json"  # ends of the file names of a run of eval.py
 
 
@@ -51,7 +52,7 @@ class GivenRows(RowLog):
         if theirs.get("placement", PLACEMENT) != PLACEMENT:
             raise ValueError(f"{name}, made on {theirs['placement']}: give rows that eval.py made on one device")
         for key in SAME:
-            if theirs.get(key) != settings.get(key):
+            if theirs.get(key, OFF.get(key)) != settings[key]:
                 raise ValueError(
                     f"{name}, made with {key} {theirs.get(key)}, but this run has {settings.get(key)}: "
                     "run eval.py with the same target and settings"

@@ -1,0 +1,279 @@
+"""--compile: static shapes decode the same, few things are compiled, and what cannot be compiled is refused.
+
+Most tests replace `torch.compile`: what is compiled is tested, and compiling takes its time. Those marked `compiled`
+compile.
+"""
+
+import random
+import sys
+from functools import cache
+
+import pytest
+import torch
+from torch._inductor import config as inductor
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+import eval as evaluation
+import pipeline_inference
+from baselines.eagle3 import eagle3_decoder
+from baselines.ppsd import ppsd_decoder
+from evaluation_methods import Run
+from evaluation_plan import Planner
+from evaluation_workers import Evaluator, TargetOptions
+from pipeline_inference import Decoder, LocalExecutor, Sampling, SPDDrafter, logit_gap
+from pipeline_model import SLOT_STEP, NotCompiled, Target, save_head
+from script_utils import run_script
+from target_files import check_compiled
+from tests.tiny import (
+    FAMILIES,
+    WINDOWED,
+    ScriptedDrafter,
+    hf_greedy,
+    oracle,
+    random_prompt,
+    save_target,
+    tiny_head,
+    tiny_model,
+    tiny_target,
+)
+from tests.tiny_baselines import shadow, tiny_eagle3, tiny_ppsd
+
+SIZES, TOKENS, PROMPT = (1, 2, 1), 14, 9
+
+
+@pytest.fixture
+def compilations(monkeypatch):
+    """The set of (function, shapes of its tensors) that were asked for; nothing is compiled."""
+    seen = set()
+
+    def shapes(value):
+        if isinstance(value, torch.Tensor):
+            return tuple(value.shape), value.dtype, value.stride()
+        if isinstance(value, dict):
+            value = value.values()
+        return None if value is None else tuple(map(shapes, value))
+
+    def stand_in(function, *, dynamic, fullgraph):
+        assert (dynamic, fullgraph) == (False, True)
+
+        def run(*arguments):
+            seen.add((function, shapes(arguments)))
+            return function(*arguments)
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", stand_in)
+    return seen
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A target's folder and a head's file."""
+    folder = tmp_path_factory.mktemp("files")
+    save_target(folder / "target")
+    target = Target.load(str(folder / "target"))
+    save_head(tiny_head(target, SIZES), folder / "head.pt")
+    return folder
+
+
+@cache
+def reference(family, attention="sdpa"):
+    """A prompt with the library's greedy continuation, longer than any window."""
+    prompt = random_prompt(PROMPT, seed=1)
+    return prompt, prompt + hf_greedy(tiny_model(family, attention=attention), prompt, TOKENS + 8)
+
+
+def mixed(width):
+    """Which of W candidates is right at a position: the first, another one, or none."""
+    return lambda position: random.Random(position).choice([0, 0, 0, min(1, width - 1), 9])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The same tokens
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "attention"),
+    [*((family, "sdpa") for family in [*FAMILIES, *WINDOWED]), ("llama", "eager"), ("qwen3 window", "eager")],
+)
+@pytest.mark.parametrize("width", [1, 4])
+def test_static_shapes_decode_the_same(family, width, attention, compilations):
+    """Guards against W rows that see each other, rows that stand in for missing ones and leave a trace, slots that a
+    mask shows too early, states of another parent, windows: a wrong token under --compile alone."""
+    prompt, sequence = reference(family, attention)
+    drafter = ScriptedDrafter(oracle(sequence, rank=mixed(width), width=width)).with_prompt(prompt)
+    executor = LocalExecutor(tiny_target(family, attention=attention), SIZES, compiled=True)
+    decoder = Decoder(executor, drafter, draft_top_k=width)
+    left = iter(decoder.start(prompt, TOKENS))
+    for _ in range(4):  # what a generation that was left has in memory means nothing to the next one
+        next(left)
+    result = decoder.generate(prompt, TOKENS)
+    assert result.tokens == sequence[PROMPT : PROMPT + TOKENS]
+    assert 0.3 < result.alpha < 1
+    assert compilations
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3 window", "qwen3_5"])
+@pytest.mark.parametrize("method", ["eagle3", "ppsd"])
+@pytest.mark.parametrize("width", [1, 3])
+def test_baselines_in_static_shapes_decode_the_same(family, method, width, compilations):
+    """Guards against a chain whose rows run at one position, see what is ahead of them, or start from one state; and
+    against chains that the end of a generation cuts short. `width` is EAGLE-3's m, or the number of stages less one."""
+    prompt, sequence = reference(family)
+    target = tiny_target(family)
+    if method == "eagle3":
+        decoder = eagle3_decoder(target, tiny_eagle3(target), width, compiled=True)
+    else:
+        sizes = (4 - width, *[1] * width)
+        decoder = ppsd_decoder(target, tiny_ppsd(target, sizes), sizes, compiled=True)
+    shadow(decoder, prompt, oracle(sequence + [0] * 4, rank=mixed(1)))
+    result = decoder.generate(prompt, TOKENS)
+    assert result.tokens == sequence[PROMPT : PROMPT + TOKENS]
+    assert 0.3 < result.alpha < 1
+    assert compilations
+
+
+@pytest.mark.parametrize("width", [1, 4])
+def test_the_head_sees_the_same_anchors(width, compilations):
+    """Guards against anchors of other rows, or of the next cycle: drafts would be worse, and no token wrong."""
+    results = []
+    for compiled in (False, True):
+        target = tiny_target("llama")
+        head = tiny_head(target, SIZES)
+        executor = LocalExecutor(target, SIZES, head.config.anchors, compiled=compiled)
+        drafter = SPDDrafter(head, target, SIZES)
+        drafts, draft = [], drafter.draft
+        drafter.draft = lambda tree, draft=draft, drafts=drafts: drafts.append(draft(tree)) or drafts[-1]
+        decoder = Decoder(executor, drafter, draft_top_k=width, sampling=Sampling(1.0), seed=3)
+        results.append((decoder.generate(random_prompt(PROMPT), TOKENS).tokens, drafts))
+    (tokens, drafts), (same_tokens, same_drafts) = results
+    assert tokens == same_tokens
+    torch.testing.assert_close(drafts, same_drafts, atol=1e-4, rtol=1e-4)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# How much is compiled
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("family", "kinds"), [("llama", 1), ("mistral", 1), ("qwen3 window", 2), ("qwen3_5", 2)])
+def test_a_kind_of_layer_is_compiled_once_a_capacity(family, kinds, compilations):
+    """Guards against minutes of compiling: for each layer, each stage, each generation, a logit gap, the baseline
+    beside the pipeline, or each longer prompt."""
+    target = tiny_target(family, max_position_embeddings=2 * SLOT_STEP)
+    executors = [LocalExecutor(target, sizes, compiled=True) for sizes in ((4,), SIZES)]
+    for executor in executors:
+        for length in (1, 9, 40):
+            Decoder(executor).generate(random_prompt(length), 3)
+            logit_gap(executor, random_prompt(length + 2), 1, 2)
+    assert len(compilations) == kinds
+    logit_gap(executors[0], random_prompt(SLOT_STEP + 9), 1, 2)
+    assert len(compilations) == kinds
+    for executor in executors:
+        for length in (SLOT_STEP, SLOT_STEP + 30, 9):
+            Decoder(executor).generate(random_prompt(length), 3)
+    assert len(compilations) <= 2 * kinds
+
+
+@pytest.mark.compiled
+def test_a_compiled_target_and_pipeline_decode_the_same():
+    """Guards against code that only the compiler makes wrong, and against a layer of the same kind that compiles again:
+    its weights, its stage, the next generation. Real compilation, so one family alone."""
+    prompt, sequence = reference("llama")
+    target, head = tiny_target("llama"), tiny_head(tiny_target("llama"), SIZES)
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    alone = Decoder(LocalExecutor(target, (4,), compiled=True))
+    pipeline = Decoder(
+        LocalExecutor(target, SIZES, head.config.anchors, compiled=True), SPDDrafter(head, target, SIZES)
+    )
+    for decoder in (alone, pipeline, alone):
+        assert decoder.generate(prompt, TOKENS).tokens == sequence[PROMPT : PROMPT + TOKENS]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before == 1
+
+
+def test_compiled_rows_have_settings_and_files_of_their_own(files):
+    """Guards against compiled rows that go on in an eager run's file, and an eager baseline beside them."""
+    flags = ["--base_model_path", str(files / "target"), "--spec_head_ckpt", str(files / "head.pt"), "--gpus", "cpu"]
+    plans = [
+        Planner(evaluation.build_parser().parse_args([*flags, "--max_new_tokens", "8", *more])).plan()
+        for more in ([], ["--compile"])
+    ]
+    (eager,), (compiled,) = (plan.runs for plan in plans)
+    assert compiled.run.compiled
+    assert compiled.baseline.compiled
+    assert (eager.settings["compile"], compiled.settings["compile"]) == (False, True)
+    assert eager.files.rows.path != compiled.files.rows.path
+    assert eager.baseline_rows.path != compiled.baseline_rows.path
+    assert "compiled" in compiled.settings["label"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is refused
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def refusal(capsys, monkeypatch, program, *flags):
+    """The one line of a refused command."""
+    monkeypatch.setattr(sys, "argv", ["program", *map(str, flags)])
+    with pytest.raises(SystemExit) as exit_info:
+        run_script(program.main, program.build_parser())
+    assert exit_info.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+def test_quantised_weights_are_refused():
+    """Guards against minutes of loading before an error of the compiler, for a checkpoint and for --quantization."""
+    config = FAMILIES["llama"]()
+    with pytest.raises(ValueError, match=r"--compile cannot compile quantised weights \(bnb_8bit\)"):
+        check_compiled(True, config, "bnb_8bit", torch.device("cpu"))
+    config.quantization_config = {"quant_method": "fp8"}
+    with pytest.raises(ValueError, match=r"quantised weights \(fp8\)"):
+        check_compiled(True, config, None, torch.device("cuda"))
+    check_compiled(False, config, None, torch.device("cpu"))
+
+
+def test_a_machine_without_a_compiler_is_told_so():
+    """Guards against the compiler's traceback, or an eager run that takes the compiled one's name."""
+    config, cpu = FAMILIES["llama"](), torch.device("cpu")
+    with inductor.patch({"cpp.cxx": ("no-such-compiler",)}):
+        with pytest.raises(ValueError, match=r"--compile needs a C\+\+ compiler on a CPU.*: install g\+\+"):
+            check_compiled(True, config, None, cpu)
+        check_compiled(False, config, None, cpu)
+        check_compiled(True, config, None, torch.device("cuda"))  # kernels there are not C++
+
+
+def breaking(mlp, hidden):
+    """Stands for a layer that the compiler cannot take as a whole."""
+    torch._dynamo.graph_break()
+    return hidden
+
+
+def test_layers_that_do_not_compile_end_the_run(files, monkeypatch, capsys):
+    """Guards against layers that run uncompiled under a compiled run's name; one line, exit code 2, no failed rows."""
+    torch._dynamo.reset()  # what other tests have compiled is not asked for again
+    monkeypatch.setattr(LlamaMLP, "forward", breaking)
+    flags = ["--base_model_path", str(files / "target"), "--compile", "--max_new_tokens", "3"]
+    line = refusal(capsys, monkeypatch, pipeline_inference, *flags, "--prompt", "w1 w2")
+    assert "model type 'llama' cannot be compiled here" in line
+    assert line.endswith("leave --compile out")
+    evaluator = Evaluator(TargetOptions(str(files / "target"), torch.float32), "cpu")
+    run = Run(Sampling(), 3, 0, (4,), compiled=True)
+    sample = type("Sample", (), {"prompt_ids": [1, 2], "dataset": "x", "question_id": 1})()
+    with pytest.raises(NotCompiled):
+        evaluator.evaluate(type("Task", (), {"run": run, "sample": sample, "baseline": None})())
+
+
+def test_prompt_lookup_does_not_take_the_flag(files, capsys, monkeypatch):
+    """Guards against a floor that is measured eager beside a compiled baseline without a word."""
+    flags = ["--base_model_path", str(files / "target"), "--compile", "--method", "prompt_lookup"]
+    assert "--method prompt_lookup runs the library's loop" in refusal(capsys, monkeypatch, evaluation, *flags)
+
+
+def test_flash_attention_is_refused(files, capsys, monkeypatch):
+    """Guards against masks that flash attention takes for padding."""
+    flags = ["--base_model_path", str(files / "target"), "--compile", "--attn_implementation", "flash_attention_2"]
+    for program, more in ((pipeline_inference, []), (evaluation, ["--method", "autoregressive"])):
+        line = refusal(capsys, monkeypatch, program, *flags, *more)
+        assert "--compile needs masks that flash attention lacks" in line

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from baselines.eagle3 import Eagle3Config, eagle3_decoder
 from baselines.ppsd import PPSDConfig, ppsd_decoder
 from baselines.prompt_lookup import PromptLookup
-from evaluation_metrics import Costs, chain_costs, ppsd_costs, spd_costs
+from decoding_metrics import Costs, chain_costs, ppsd_costs, spd_costs
 from pipeline_inference import Decoder, LocalExecutor, Sampling, SPDDrafter
 from pipeline_model import HeadConfig, Target, load_head
 

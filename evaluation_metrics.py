@@ -14,12 +14,13 @@ from __future__ import annotations
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from decoding_metrics import Costs, accept_length, alpha, closed_form, theoretical_speedup
 from evaluation_data import OFFICIAL_SETS, Sample
 from pipeline_inference import GenerationResult, shared_length
 from script_utils import first_line, markdown_table
@@ -31,36 +32,6 @@ RESAMPLES = 1000
 BOOTSTRAP_SEED = 0
 
 
-@dataclass(frozen=True)
-class Costs:
-    """What a cycle of a method is worth, in steps of the target alone (METHOD section 7)."""
-
-    factor: float  # cycles that fit in a step while the drafter hides: L / largest stage, n for an even split
-    cycle: float  # steps that a cycle takes with a device a stage and one for the drafter
-    chain: int | None = 0  # drafts that a cycle verifies in a row; 0: a pipeline, which verifies one; None: it varies
-
-
-def spd_costs(stage_sizes: Sequence[int], num_spec_layers: int) -> Costs:
-    """SPD: a cycle lasts as long as the largest stage or the head, whichever has more layers.
-
-    One stage and no head (`spd_costs((L,), 0)`) is the target alone.
-    """
-    layers, largest = sum(stage_sizes), max(stage_sizes)
-    return Costs(factor=layers / largest, cycle=max(largest, num_spec_layers) / layers)
-
-
-def ppsd_costs(stage_sizes: Sequence[int], num_spec_layers: int) -> Costs:
-    """PPSD: the drafter follows the first stage in a cycle."""
-    first, *others = stage_sizes
-    layers = sum(stage_sizes)
-    return Costs(factor=layers / max(stage_sizes), cycle=max(first + num_spec_layers, *others) / layers)
-
-
-def chain_costs(num_layers: int, num_spec_layers: int, num_steps: int) -> Costs:
-    """EAGLE-3: a cycle is a chain of `num_steps` drafts and one pass of the target."""
-    return Costs(factor=1.0, cycle=(num_layers + num_steps * num_spec_layers) / num_layers, chain=num_steps)
-
-
 class Metric(NamedTuple):
     """A metric as a function of counts: those of one row, or sums over rows, or arrays of either."""
 
@@ -70,18 +41,14 @@ class Metric(NamedTuple):
 
 
 METRICS = (
-    Metric("alpha", ("n_accepted", "n_verified"), lambda _, accepted, verified: accepted / verified),
+    Metric("alpha", ("n_accepted", "n_verified"), lambda _, *counts: alpha(*counts)),
     Metric("acceptance_rate", ("new_tokens", "decode_loop_steps"), lambda _, tokens, cycles: tokens / cycles),
     Metric(
         "equivalent_accept_length",
         ("new_tokens", "decode_loop_steps"),
-        lambda costs, tokens, cycles: costs.factor * tokens / cycles,
+        lambda costs, *counts: accept_length(costs.factor, *counts),
     ),
-    Metric(
-        "theoretical_speedup",
-        ("new_tokens", "decode_loop_steps"),
-        lambda costs, tokens, cycles: tokens / (cycles * costs.cycle),
-    ),
+    Metric("theoretical_speedup", ("new_tokens", "decode_loop_steps"), theoretical_speedup),
     Metric("prefill_tok_s", ("prompt_tokens", "prefill_sec"), lambda _, tokens, seconds: tokens / seconds),
     Metric("pipeline_decode_tok_s", ("new_tokens", "decode_wall_sec"), lambda _, tokens, seconds: tokens / seconds),
     Metric("ideal_decode_tok_s", ("new_tokens", "ideal_decode_wall_sec"), lambda _, tokens, seconds: tokens / seconds),
@@ -112,23 +79,6 @@ SUMMED = (
     "rollbacks",
     "rollback_sec",
 )
-
-
-def iid_accept_length(alpha: float, num_stages: int, factor: float | None = None) -> float:
-    """L_acc of a pipeline whose drafts are each accepted with probability alpha: a rejection costs n cycles."""
-    return (num_stages if factor is None else factor) / (1 + (num_stages - 1) * (1 - alpha))
-
-
-def iid_chain_length(alpha: float, num_steps: int) -> float:
-    """tau of a chain of drafts, likewise: the accepted ones up to the first rejection, and the target's own token."""
-    return sum(alpha**step for step in range(num_steps + 1))
-
-
-def closed_form(alpha: float | None, num_stages: int, costs: Costs) -> float | None:
-    """The L_acc that alpha alone predicts for a method with these costs; None where there is no prediction."""
-    if alpha is None or costs.chain is None:
-        return None
-    return iid_chain_length(alpha, costs.chain) if costs.chain else iid_accept_length(alpha, num_stages, costs.factor)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -312,7 +262,9 @@ def aggregate(rows: Sequence[Row], costs: Costs) -> dict[str, Any]:
         "equivalent_accept_length_iid": closed_form(estimates["alpha_pooled"], len(verified), costs),
         "verified_by_fill": verified,
         "accepted_by_fill": accepted,
-        "alpha_by_fill": [hits / tries if tries else None for hits, tries in zip(accepted, verified, strict=True)],
+        "alpha_by_fill": [
+            alpha(hits, tries) if tries else None for hits, tries in zip(accepted, verified, strict=True)
+        ],
         "accepted_run_lengths": [runs[length] for length in range(max(runs, default=-1) + 1)],  # index: length
         "stage_sec": _summed_lists(rows, "stage_sec"),
     }

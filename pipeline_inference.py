@@ -46,6 +46,7 @@ from transformers import (
 )
 
 from chat_template import RAW_TEMPLATE, add_template_flags, check_template_flags, template_of, use_template
+from decoding_metrics import accept_length, alpha, cycles_a_step, spd_costs, theoretical_speedup
 from pipeline_model import (
     ATTN_IMPLEMENTATIONS,
     CachePlan,
@@ -659,28 +660,28 @@ class GenerationResult:
     @property
     def alpha(self) -> float | None:
         """Accepted / verified drafts; None when none was verified."""
-        return self.n_accepted / self.n_verified if self.n_verified else None
+        return alpha(self.n_accepted, self.n_verified) if self.n_verified else None
 
     @property
     def alpha_by_fill(self) -> list[float | None]:
         """alpha of the drafts made with F tokens in flight, for F = 1 .. n."""
         pairs = zip(self.accepted_by_fill, self.verified_by_fill, strict=True)
-        return [accepted / verified if verified else None for accepted, verified in pairs]
+        return [alpha(accepted, verified) if verified else None for accepted, verified in pairs]
 
     @property
     def factor(self) -> float:
         """How many cycles are worth one step of the target alone: L / (largest stage), n when the stages are equal."""
-        return sum(self.stage_sizes) / max(self.stage_sizes)
+        return cycles_a_step(self.stage_sizes)
 
     @property
     def equivalent_accept_length(self) -> float | None:
         """L_acc: the theoretical speed-up while the head hides behind a stage; None before the first cycle."""
-        return self.factor * self.new_tokens / self.cycles if self.cycles else None
+        return accept_length(self.factor, self.new_tokens, self.cycles) if self.cycles else None
 
     def theoretical_speedup(self, num_spec_layers: int) -> float | None:
-        """L_acc, less what a head deeper than a stage costs: L_acc * l / max(l, L_s), l the largest stage's layers."""
-        length, layers = self.equivalent_accept_length, max(self.stage_sizes)
-        return None if length is None else length * layers / max(layers, num_spec_layers)
+        """L_acc, less what a head deeper than a stage costs; None before the first cycle."""
+        costs = spd_costs(self.stage_sizes, num_spec_layers)
+        return theoretical_speedup(costs, self.new_tokens, self.cycles) if self.cycles else None
 
     @property
     def tokens_per_second(self) -> float | None:

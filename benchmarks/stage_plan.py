@@ -30,7 +30,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from evaluation_metrics import iid_accept_length
+from decoding_metrics import accept_length, alpha, cycles_a_step, iid_accept_length
 from script_utils import first_line
 
 LM_HEAD_PLACES = ("draft", "last")  # the rank that computes the target's logits
@@ -125,8 +125,7 @@ class Plan:
 
     @property
     def factor(self) -> float:
-        """How many cycles are worth one step of the target alone, as L_acc counts: L / largest stage."""
-        return sum(self.stage_layers) / max(self.stage_layers)
+        return cycles_a_step(self.stage_layers)
 
     def accept_length(self, alpha: float) -> float:
         """L_acc in closed form, for drafts that are accepted independently of each other."""
@@ -263,7 +262,7 @@ def read_traces(path: str | Path) -> list[Trace]:
 def trace_alpha(traces: Sequence[Trace]) -> float:
     """Accepted / verified drafts of all traces together."""
     flags = [flag for trace in traces for flag in trace.accepted]
-    return sum(flags) / len(flags)
+    return alpha(sum(flags), len(flags))
 
 
 class Replay(NamedTuple):
@@ -278,4 +277,4 @@ def replay(traces: Sequence[Trace], plan: Plan) -> Replay:
     tokens = sum(len(trace.accepted) for trace in traces)
     cycles = sum(trace.cycles(plan.num_stages) for trace in traces)
     milliseconds = sum(trace.milliseconds(plan) for trace in traces)
-    return Replay(plan.factor * tokens / cycles, milliseconds / tokens)
+    return Replay(accept_length(plan.factor, tokens, cycles), milliseconds / tokens)

@@ -19,7 +19,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
 from datetime import timedelta
@@ -158,6 +158,7 @@ class Connections:
             check_reachable(self.hosts)
             limit = min(timeout, timedelta(seconds=CONNECT_SECONDS))
             self._calls: dict[int, tuple[int, timedelta, float]] = {}  # by thread: peer, limit, when it is reached
+            self._payloads: dict[Hashable, tuple[int, timedelta, float, Callable[[], bool]]] = {}  # and: is it here?
             self.senders: dict[Route, Sender] = {}
             for route in routes:
                 if route.sender == rank:
@@ -170,6 +171,7 @@ class Connections:
         """The rank that some thread of this process waits for at this moment, or has given up on."""
         waiting = [end.waits_for for end in (*self.receivers.values(), *self.senders.values())]
         waiting += [peer for peer, *_ in list(self._calls.values())]
+        waiting += [peer for peer, _ in self._overdue_payloads()]
         return next((peer for peer in waiting if peer is not None), None)
 
     @contextmanager
@@ -180,11 +182,21 @@ class Connections:
         yield
         del self._calls[thread]
 
+    def expect(self, link: Hashable, peer: int, timeout: timedelta, is_here: Callable[[], bool]) -> None:
+        """A device waits for a payload, the newest one over a link, and the host does not: see `overdue`."""
+        self._payloads[link] = peer, timeout, time.monotonic() + timeout.total_seconds(), is_here
+
     def overdue(self) -> LostRank | None:
-        """The rank that such a call has waited for longer than it may."""
+        """The rank that such a call, or a device, has waited for longer than it may."""
         now = time.monotonic()
-        late = (LostRank.late(peer, limit) for peer, limit, until in list(self._calls.values()) if until < now)
-        return next(late, None)
+        late = [(peer, limit) for peer, limit, until in list(self._calls.values()) if until < now]
+        late += self._overdue_payloads()
+        return LostRank.late(*late[0]) if late else None
+
+    def _overdue_payloads(self) -> list[tuple[int, timedelta]]:
+        """Peers whose payload a device waits for too long, and for how long it may."""
+        now, expected = time.monotonic(), list(self._payloads.values())
+        return [(peer, limit) for peer, limit, until, is_here in expected if until < now and not is_here()]
 
 
 def host_bytes(tensor: Tensor) -> memoryview:

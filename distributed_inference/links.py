@@ -5,7 +5,8 @@ ways for the payload:
 
     host   behind the header, on the same connection. CPUs, and several ranks on one GPU (pinned memory)
     NCCL   from device to device. It is sent when the stream gets there and received as soon as the header says how
-           large it is: the host never waits for a device
+           large it is: the stream waits for it, and the host for nothing (`Work.wait` with a time limit would make it
+           look every millisecond). A payload that does not come is noticed by the watch
 
 NCCL knows no tags and runs what two ranks send each other in the order of the calls, so every kind of link has its own
 process group there. Messages go through the groups' own methods: `dist.isend` and `dist.irecv` do the same with checks
@@ -135,7 +136,7 @@ class Outbox:
         for buffer in self._buffers:
             self._finish(buffer)
         for work, _ in self._bulk:
-            self._wait(work)
+            work.wait()  # the stream: its memory may be used again
         self._bulk.clear()
 
     def _nccl_send(self, tensor: Tensor) -> dist.Work:
@@ -148,22 +149,15 @@ class Outbox:
     def _finish(self, buffer: _Buffer) -> None:
         """From here on the stream may write to the buffer."""
         if buffer.work is not None:
-            self._wait(buffer.work)
+            buffer.work.wait()
             buffer.work = None
-
-    def _wait(self, work: dist.Work) -> None:
-        try:
-            with self._wires.connections.call(self._peer, self._timeout):
-                work.wait(self._timeout)
-        except RuntimeError as error:
-            raise lost_rank(self._peer, error, self._timeout) from error
 
 
 class Inbox:
     """Receives from one rank. Sizes as for its `Outbox`."""
 
     def __init__(self, wires: Wires, route: Route, header_size: int, payload_size: int):
-        self._wires, self._peer = wires, route.sender
+        self._wires, self._route, self._peer = wires, route, route.sender
         self._receiver = wires.connections.receivers[route]
         self._nccl = wires.nccl[route.link] if wires.nccl else None
         self._header = array("q", bytes(8 * (1 + header_size)))
@@ -206,10 +200,12 @@ class Inbox:
     def _nccl_receive(self, tensor: Tensor, timeout: timedelta) -> None:
         """The stream waits, not the host."""
         try:
-            with self._wires.connections.call(self._peer, timeout):
-                self._nccl.recv([tensor], self._peer, 0).wait(timeout)
+            with self._wires.connections.call(self._peer, timeout):  # the first one makes NCCL's connection
+                work = self._nccl.recv([tensor], self._peer, 0)
+                work.wait()
         except RuntimeError as error:
             raise lost_rank(self._peer, error, timeout) from error
+        self._wires.connections.expect(self._route, self._peer, timeout, work.is_completed)
 
 
 def lost_rank(peer: int, error: RuntimeError, timeout: timedelta | None = None) -> LostRank:

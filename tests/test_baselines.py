@@ -14,8 +14,7 @@ from baselines import train_baseline
 from baselines.eagle3 import Eagle3Config, eagle3_decoder
 from baselines.ppsd import PPSDConfig, ppsd_decoder
 from baselines.prompt_lookup import PromptLookup, check_prompt_lookup
-from evaluation_methods import METHODS, Run
-from evaluation_metrics import (
+from decoding_metrics import (
     chain_costs,
     closed_form,
     iid_accept_length,
@@ -23,6 +22,7 @@ from evaluation_metrics import (
     ppsd_costs,
     spd_costs,
 )
+from evaluation_methods import METHODS, Run
 from pipeline_inference import Completed, Decoder, Logits, PromptOutput, Sampling
 from pipeline_model import CHECKPOINT_NAME, Target, load_head, save_head
 from script_utils import run_script

@@ -256,7 +256,8 @@ def test_whom_a_process_waits_for_is_known():
 def test_a_librarys_call_has_a_limit():
     """Guards against NCCL's connection, which is made in the first message, and for which nobody counts the time."""
     ours = meet(2, [Route(0, 0, 1)])[1]
-    group = SimpleNamespace(recv=lambda *_: SimpleNamespace(wait=lambda _: over.wait(10)))
+    work = SimpleNamespace(wait=lambda: over.wait(10), is_completed=lambda: True)
+    group = SimpleNamespace(recv=lambda *_: work)
     over, route = threading.Event(), Route(0, 0, 1)
     inbox = Inbox(Wires(torch.device("cpu"), torch.float32, ours, {0: group}), route, 3, 100)
     waiting = threading.Thread(target=inbox.receive_bulk, args=((1, 1), SHORT))
@@ -265,6 +266,22 @@ def test_a_librarys_call_has_a_limit():
     assert (ours.waits_for(), str(ours.overdue())) == (0, "did not answer for 0.2 s")
     over.set()
     waiting.join()
+    assert (ours.waits_for(), ours.overdue()) == (None, None)
+
+
+def test_a_payload_that_a_device_waits_for_has_a_limit():
+    """Guards against a host that waits for a payload beside its device, and a payload that nobody misses."""
+    ours = meet(2, [Route(0, 0, 1)])[1]
+    arrived, route = threading.Event(), Route(0, 0, 1)
+    work = SimpleNamespace(wait=lambda: None, is_completed=arrived.is_set)  # takes no time limit
+    inbox = Inbox(
+        Wires(torch.device("cpu"), torch.float32, ours, {0: SimpleNamespace(recv=lambda *_: work)}), route, 3, 100
+    )
+    inbox.receive_bulk((1, 1), SHORT)
+    assert (ours.waits_for(), ours.overdue()) == (None, None)
+    time.sleep(0.3)
+    assert (ours.waits_for(), str(ours.overdue())) == (0, "did not answer for 0.2 s")
+    arrived.set()
     assert (ours.waits_for(), ours.overdue()) == (None, None)
 
 

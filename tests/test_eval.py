@@ -19,10 +19,11 @@ import eval
 import evaluation_files
 import evaluation_plan
 import pipeline_inference
+from decoding_metrics import spd_costs
 from eval import build_parser, main
 from evaluation_data import Sample
 from evaluation_methods import split_name
-from evaluation_metrics import METRICS, spd_costs, summarise
+from evaluation_metrics import METRICS, summarise
 from evaluation_plan import Planner, parse_devices
 from evaluation_workers import Evaluator, sample_seed
 from pipeline_inference import Decoder, Sampling, Verdict

@@ -7,6 +7,10 @@ import time
 import numpy as np
 import pytest
 
+from decoding_metrics import (
+    iid_accept_length,
+    spd_costs,
+)
 from evaluation_data import Sample
 from evaluation_files import MP_PREFIX, RowLog, RunFiles, read_summaries
 from evaluation_metrics import (
@@ -18,13 +22,11 @@ from evaluation_metrics import (
     failed_row,
     first_difference,
     head_results,
-    iid_accept_length,
     is_whole,
     markdown,
     profile_table,
     results_line,
     sample_row,
-    spd_costs,
     summarise,
 )
 from evaluation_plots import plot_summary

@@ -25,8 +25,9 @@ from benchmarks.stage_plan import (
     times_record,
     trace_alpha,
 )
+from decoding_metrics import spd_costs
 from evaluation_data import Sample
-from evaluation_metrics import failed_row, sample_row, spd_costs
+from evaluation_metrics import failed_row, sample_row
 from pipeline_model import auto_shallow_layers, save_head, split_layers
 from script_utils import run_script
 from tests.tiny import (

@@ -98,7 +98,7 @@ def sample_row(sample: Sample, result: GenerationResult, costs: Costs) -> Row:
         "n_accepted": result.n_accepted,
         "verified_by_fill": result.verified_by_fill,
         "accepted_by_fill": result.accepted_by_fill,
-        "accepted_runs": accepted_runs(result.accepted[result.prefill_tokens :]) if result.n_verified else [],
+        "accepted_runs": result.accepted_runs,
         "prefill_sec": timings.prefill,
         "decode_wall_sec": timings.decode,
         "wall_time_sec": timings.prefill + timings.decode,
@@ -152,21 +152,6 @@ def check_row(row: Row) -> Row:
 def is_whole(row: Mapping[str, Any], sample: Sample) -> bool:
     """Whether a stored row answers this sample's prompt, without a failure: then it need not run again."""
     return row["prompt_sha256"] == sample.prompt_sha256 and "error" not in row and "baseline_error" not in row
-
-
-def accepted_runs(accepted: Sequence[bool]) -> list[int]:
-    """How many drafts in a row were accepted before each rejection, the run that the end cut short included.
-
-    accepted: a flag a token that the cycles produced. No flag ends a run but a rejection's, so two rejections in a row
-    have a run of 0 between them, and the runs sum to the accepted drafts.
-    """
-    runs = [0]
-    for flag in accepted:
-        if flag:
-            runs[-1] += 1
-        else:
-            runs.append(0)
-    return runs
 
 
 def compare_with_baseline(row: Row, baseline: Mapping[str, Any], costs: Costs, *, same_draws: bool) -> Row:

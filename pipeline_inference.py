@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from numbers import Integral
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -74,8 +75,11 @@ from script_utils import (
 )
 from target_files import QUANTIZATIONS, check_attention_kernels, check_compiled
 from timeline import DRAFT, VERIFY, WAIT, Span, Timeline, Timings, stage_index, stage_row, time_table, write_trace
+from viewer.page import Setting, run_of, write_page
+from viewer.recording import Recorder, RowsSeen
 
 T = TypeVar("T")
+SHOWN_ALTERNATIVES = 3  # a recording keeps so many of the tokens that the head finds likeliest
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Sampling and verification
@@ -583,6 +587,13 @@ class SPDDrafter:
         self._cache.length += staying
         return self.head.lm_head(self.target.norm(hidden))
 
+    def rows_seen(self, tree: TokenTree) -> RowsSeen:
+        """What the last draft saw; to be asked before the tree changes."""
+        nodes = [node for node in tree.path if node.position >= self._cache.length]
+        nodes.extend(itertools.chain.from_iterable(tree.levels))
+        fed = [(node.position, self._row_types[node.id]) for node in nodes]
+        return RowsSeen(self._cache.length, self._types[-1], fed)
+
     def _stays(self, node: Node, newest: int) -> bool:
         """Whether this row has the deepest type for good, whatever is accepted or rejected later."""
         distance = newest - node.position
@@ -667,6 +678,23 @@ class GenerationResult:
         """alpha of the drafts made with F tokens in flight, for F = 1 .. n."""
         pairs = zip(self.accepted_by_fill, self.verified_by_fill, strict=True)
         return [alpha(accepted, verified) if verified else None for accepted, verified in pairs]
+
+    @property
+    def accepted_runs(self) -> list[int]:
+        """How many drafts in a row were accepted before each rejection, the run that the end cut short included.
+
+        No token ends a run but a rejection's, so two rejections in a row have a run of 0 between them, and the runs sum
+        to the accepted drafts. Empty when no draft was verified.
+        """
+        if not self.n_verified:
+            return []
+        runs = [0]
+        for flag in self.accepted[self.prefill_tokens :]:
+            if flag:
+                runs[-1] += 1
+            else:
+                runs.append(0)
+        return runs
 
     @property
     def factor(self) -> float:
@@ -755,6 +783,8 @@ class Decoder:
     draft_in_line   whether a cycle lasts longer by the draft: stage 0 waits for it, or it for stage 0
     verify_lag      0: a verdict ends its cycle. 1: it arrives one cycle later, off the critical path
     verify_drafts   False accepts every draft unseen, for debugging: the output is the drafter's, not the target's
+    keep_trace      the generation keeps its spans, and a `recorder` of what moves in each cycle
+    keep_head       the recorder also has what the head saw and how likely it found its drafts
     """
 
     def __init__(
@@ -772,6 +802,7 @@ class Decoder:
         max_positions: int | None = None,
         seed: int = 0,
         keep_trace: bool = False,
+        keep_head: bool = False,
     ):
         check_limits(1, draft_top_k)
         check_seed(seed)
@@ -783,7 +814,7 @@ class Decoder:
         self.draft_chain, self.draft_in_line = draft_chain, draft_in_line or draft_chain > 0
         self.draft_top_k, self.verify_lag, self.verify_drafts = draft_top_k, verify_lag, verify_drafts
         self.eos_token_ids, self.max_positions = frozenset(eos_token_ids), max_positions
-        self.seed, self.keep_trace = seed, keep_trace
+        self.seed, self.keep_trace, self.keep_head = seed, keep_trace, keep_head
 
     def generate(self, prompt: Sequence[int] | Tensor | np.ndarray, max_new_tokens: int) -> GenerationResult:
         """Decode to the end. Arguments and errors as `start`."""
@@ -841,8 +872,7 @@ class Generation:
         self._frontier_scores: tuple[list[Node], Tensor | None] = [], None  # of the last draft of a tree
         self.timeline = Timeline(decoder.executor.device, keep_spans=decoder.keep_trace)
         self._events = self._run()
-        self._entered: list[list[Node]] = []  # by cycle, for the trace
-        self._drafted: list[list[Node]] = []
+        self.recorder = Recorder() if decoder.keep_trace else None
         self.result = GenerationResult(
             decoder.executor.stage_sizes, verified_by_fill=[0] * in_flight, accepted_by_fill=[0] * in_flight
         )
@@ -859,6 +889,8 @@ class Generation:
         while not self.result.stop_reason:
             events, seconds = self._timed(self._cycle)
             decode += seconds
+            if self.recorder is not None:
+                self.recorder.seconds.append(seconds)
             yield from events
         self._timed(self._executor.finish)
         self.result.timings = self.timeline.finish(
@@ -896,8 +928,6 @@ class Generation:
         drafted = self._draft_chain() if self._settings.draft_chain else self._draft()
         self._captured, completed = self._executor.finish_cycle()
         before, self._due = self._due, self._complete(completed)
-        if self._settings.keep_trace:
-            self._drafted.append(drafted)
         self._entering = [] if self._settings.draft_chain else drafted
         self.result.cycles += 1
         events, due = [], before if self._settings.verify_lag else self._due
@@ -907,8 +937,8 @@ class Generation:
         return events
 
     def _begin_cycle(self) -> None:
-        if self._settings.keep_trace:
-            self._entered.append([])
+        if self.recorder is not None:
+            self.recorder.begin_cycle()
         self._enter(self._entering)
         if self._drafter is not None:
             self._drafter.observe(self._captured)
@@ -918,8 +948,8 @@ class Generation:
         h0 = self._executor.begin_cycle(nodes[0].position if nodes else -1, nodes)
         if self._drafter is not None and nodes:
             self._drafter.enter(nodes, h0)
-        if self._settings.keep_trace:
-            self._entered[-1].extend(nodes)
+        if self.recorder is not None:
+            self.recorder.enter(nodes)
 
     def _draft_chain(self) -> list[Node]:
         """Draft several positions, one from the other, all for this cycle."""
@@ -938,8 +968,24 @@ class Generation:
         with self.timeline.span(DRAFT):
             logits = self._drafter.draft(self.tree).float()
             drafted = [self._draft_one(logits[0])] if self._settings.draft_top_k == 1 else self._draft_best(logits)
+        if self.recorder is not None:
+            self._record_draft(drafted, logits)
         self.tree.levels.append(drafted)
         return drafted
+
+    def _record_draft(self, drafted: list[Node], logits: Tensor) -> None:
+        """Note what was drafted from logits [F, V_d]; nothing here waits for the device."""
+        keep_head = self._settings.keep_head
+        seen = keep_head and isinstance(self._drafter, SPDDrafter)
+        self.recorder.draft(drafted, self._drafter.rows_seen(self.tree) if seen else None)
+        if not keep_head or self._settings.draft_top_k > 1:  # a tree's nodes have their scores
+            return
+        log_probabilities, ids = logits[0].log_softmax(dim=-1), self._drafter.draft_token_ids
+        best = log_probabilities.topk(min(SHOWN_ALTERNATIVES, len(log_probabilities)))
+        [node] = drafted
+        others = torch.arange(len(logits[0]), device=logits.device) if ids is None else ids
+        self.recorder.log_probabilities[node] = log_probabilities.masked_fill(others != node.token, -torch.inf).amax()
+        self.recorder.drafts[-1].best = self._target_ids(best.indices), best.values
 
     def _draft_one(self, logits: Tensor) -> Node:
         """Continue the chain: the drafter's argmax, or a sample from its distribution q, which is kept."""
@@ -1022,6 +1068,9 @@ class Generation:
         node = self.tree.root
         self._entering = [node] if verdict.accepted is None else _living(self._entering)
 
+        if self.recorder is not None:
+            self.recorder.emit(node)
+
         result = self.result
         result.tokens.append(node.token)
         result.accepted.append(accepted)
@@ -1036,12 +1085,12 @@ class Generation:
         emitted = {len(self._prompt) + index: flag for index, flag in enumerate(self.result.accepted)}
         for span in self.timeline.spans:
             if span.row == DRAFT:
-                nodes = self._drafted[span.cycle]
+                nodes = self.recorder.drafts[span.cycle].nodes
             elif span.row in (VERIFY, WAIT):
                 nodes = []
             else:
                 entered = span.cycle - stage_index(span.row)
-                nodes = self._entered[entered] if entered >= 0 else []
+                nodes = self.recorder.entered[entered] if entered >= 0 else []
             if not nodes:
                 yield span, {}
                 continue
@@ -1050,6 +1099,12 @@ class Generation:
             fate = "flushed" if not kept else "accepted" if emitted[position] else "corrected"
             text = " | ".join(tokenizer.decode([node.token]) for node in kept or nodes)
             yield span, {"name": text, "position": position, "candidates": len(nodes), "outcome": fate}
+
+    def pieces(self, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+        """What each emitted token completes of the text, as it streams."""
+        text = TextStream(tokenizer)
+        pieces = [text.put(token) for token in self.result.tokens]
+        return [*pieces[:-1], pieces[-1] + text.end()] if pieces else []
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1162,6 +1217,7 @@ def build_parser() -> Parser:
     pipeline.add_argument("--pipeline_first", action="store_true", help="run the pipeline before standard generation")
     pipeline.add_argument("--profile_timing", action=Switch, default=False, help="print where a cycle's time goes")
     pipeline.add_argument("--trace", metavar="FILE", help="write a Chrome/Perfetto trace of the pipeline")
+    pipeline.add_argument("--html", metavar="FILE", help="write a page that shows the pipeline at work")
     parser.add_argument(
         "--prompt", type=str, nargs="+", action="extend", help="one or more, repeatable; unset: three of our own"
     )
@@ -1175,10 +1231,11 @@ def check_arguments(args: argparse.Namespace) -> None:
     check_template_flags(args)
     check_attention(args.attn_implementation, args.draft_top_k, args.compile)
     check_seed(args.seed)
-    for name in ("trace", "pipeline_first", "profile_timing"):
+    for name in ("trace", "html", "pipeline_first", "profile_timing"):
         if getattr(args, name) and not args.spec_head_ckpt:
             raise ValueError(f"--{name} is about the pipeline: it needs --spec_head_ckpt")
     check_output_file("--trace", args.trace)
+    check_output_file("--html", args.html)
 
 
 class Demo:
@@ -1229,6 +1286,8 @@ class Demo:
             eos_token_ids=self.target.eos_token_ids,
             max_positions=self.target.config.max_position_embeddings,
             seed=self.args.seed,
+            keep_trace=self.args.trace is not None or self.args.html is not None,
+            keep_head=self.args.html is not None,
             **settings,
         )
 
@@ -1240,13 +1299,12 @@ class Demo:
             draft_top_k=args.draft_top_k,
             verify_lag=args.verify_lag,
             verify_drafts=args.verify,
-            keep_trace=args.trace is not None,
         )
 
     def run(self) -> int:
-        """Print every prompt's generations; write the trace. Exit code 1 for a difference that must not be."""
+        """Print every prompt's generations; write trace and page. Exit code 1 for a difference that must not be."""
         print_unused_settings(self.base_model_path)
-        failed, traces = False, {}
+        failed, traces, shown = False, {}, []
         for number, (prompt, ids) in enumerate(self.prompts, start=1):
             print(self.paint(f"\nPrompt {number}/{len(self.prompts)}: {prompt}", "bold"))
             generations = {name: self.generate(name, ids) for name in self.decoders}
@@ -1255,10 +1313,27 @@ class Demo:
             failed |= self.print_comparison(ids, generations["standard"].result, generations["pipeline"].result)
             if self.args.trace:
                 traces[f"prompt {number}"] = generations["pipeline"].trace(self.tokenizer)
+            if self.args.html:
+                shown.append(run_of(prompt, generations, self.setting(), self.tokenizer))
         if traces:
             write_trace(self.args.trace, traces)
             print(f"\nTrace written to {self.args.trace}: open it at ui.perfetto.dev")
+        if shown:
+            write_page(self.args.html, self.setting(), shown)
+            print(f"\nPage written to {self.args.html}: open it in a browser")
         return int(failed)
+
+    def setting(self) -> Setting:
+        """What the page says of all prompts."""
+        device = f"{self.target.device}, {self.target.dtype}".replace("torch.", "")
+        return Setting(
+            title=page_title(self.base_model_path),
+            facts=page_facts(self.args.spec_head_ckpt, self.decoders["pipeline"], device),
+            placement="one process: the stages run one after the other, so it is slower than it will be on n devices",
+            baseline="the target alone, in the same process",
+            num_spec_layers=self.spec_layers,
+            verify_lag=self.args.verify_lag,
+        )
 
     def generate(self, name: str, ids: list[int]) -> Generation:
         """Run one generation and print it: the pipeline's text as it comes where somebody watches."""
@@ -1305,6 +1380,28 @@ class Demo:
         gap = logit_gap(self.decoders["standard"].executor, prefix, standard.tokens[at], result.tokens[at])
         print(f"[compare] ids DIFFER from token {at}: logit gap {gap:.3g} between the two, {self.target.dtype}")
         return self.target.dtype == torch.float32
+
+
+def page_title(base_model_path: str) -> str:
+    """The target's name, as the page has it."""
+    return Path(base_model_path).name
+
+
+def page_facts(spec_head_ckpt: str, decoder: Decoder, device: str) -> list[str]:
+    """Head and settings of a pipeline, as the page lists them."""
+    sampling = decoder.sampling
+    drawn = (
+        f"temperature {sampling.temperature:g}, top-k {sampling.top_k}, top-p {sampling.top_p:g}, seed {decoder.seed}"
+    )
+    return [
+        f"head {Path(spec_head_ckpt).name}",
+        f"n = {len(decoder.executor.stage_sizes)} stages",
+        f"W = {decoder.draft_top_k}",
+        "greedy" if sampling.greedy else drawn,
+        *(["verify_lag = 1"] if decoder.verify_lag else []),
+        *([] if decoder.verify_drafts else ["drafts NOT verified"]),
+        device,
+    ]
 
 
 def result_line(name: str, result: GenerationResult, num_spec_layers: int) -> str:

@@ -85,7 +85,7 @@ class Timeline:
         self.began = time.time()  # wall-clock time from which spans count
         self._host_origin = time.perf_counter()
         self._origin = self._now()
-        self._cycles: list[dict[str, float]] = []  # row -> seconds, of each cycle
+        self.cycles: list[dict[str, float]] = []  # row -> seconds, of each cycle that has been read
         self.spans: list[Span] = []
         self.cycle_ends: list[float] = []  # seconds on the host's clock
         self._rollbacks: list[float] = []  # seconds, likewise
@@ -129,15 +129,9 @@ class Timeline:
         """
         self.settle()
         totals: dict[str, float] = defaultdict(float)
-        ideal = 0.0
-        for seconds in self._cycles:
+        for seconds in self.cycles:
             for row, value in seconds.items():
                 totals[row] += value
-            beside = {row: value for row, value in seconds.items() if row not in (VERIFY, WAIT)}
-            if draft_in_line:
-                beside[stage_row(0)] = beside.get(stage_row(0), 0.0) + beside.pop(DRAFT, 0.0)
-            longest = max(beside.values(), default=0.0)
-            ideal += max(longest, seconds[VERIFY]) if verify_lag else longest + seconds[VERIFY]
         return Timings(
             prefill=prefill,
             decode=decode,
@@ -145,7 +139,7 @@ class Timeline:
             draft=totals[DRAFT],
             verify=totals[VERIFY],
             wait=totals[WAIT],
-            ideal_decode=ideal,
+            ideal_decode=sum(ideal_seconds(each, verify_lag, draft_in_line) for each in self.cycles),
             rollbacks=len(self._rollbacks),
             rollback=sum(self._rollbacks),
         )
@@ -157,9 +151,9 @@ class Timeline:
 
     def _seconds_of(self, cycle: int) -> dict[str, float]:
         """The sums of a cycle, by row."""
-        while len(self._cycles) <= cycle:
-            self._cycles.append(defaultdict(float))
-        return self._cycles[cycle]
+        while len(self.cycles) <= cycle:
+            self.cycles.append(defaultdict(float))
+        return self.cycles[cycle]
 
     def _read(self, cycle: int, records: list) -> None:
         if self._cuda and records:
@@ -174,6 +168,15 @@ class Timeline:
     def _between(self, start: Any, end: Any) -> float:
         """Seconds between two of `_now`'s times."""
         return start.elapsed_time(end) / 1e3 if self._cuda else end - start
+
+
+def ideal_seconds(seconds: Mapping[str, float], verify_lag: int, draft_in_line: bool = False) -> float:
+    """What a cycle takes with a device a stage and one for the head (`Timings.ideal_decode`). seconds: by row."""
+    beside = {row: value for row, value in seconds.items() if row not in (VERIFY, WAIT)}
+    if draft_in_line:
+        beside[stage_row(0)] = beside.get(stage_row(0), 0.0) + beside.pop(DRAFT, 0.0)
+    longest, verify = max(beside.values(), default=0.0), seconds.get(VERIFY, 0.0)
+    return max(longest, verify) if verify_lag else longest + verify
 
 
 def time_table(timings: Timings, cycles: int) -> str:

@@ -23,15 +23,20 @@ from distributed_inference.launch import Checked, Lead, RankParser, add_argument
 from distributed_inference.self_launch import run
 from pipeline_inference import (
     PROMPTS,
+    Decoder,
     Generation,
     Sampling,
     TextStream,
     encode_prompt,
     load_tokenizer,
+    page_facts,
+    page_title,
     print_unused_settings,
     result_line,
 )
+from script_utils import check_output_file
 from timeline import stage_row, time_table
+from viewer.page import Setting, run_of, write_page
 
 PROMPT = PROMPTS[0]
 
@@ -42,6 +47,9 @@ def build_parser() -> RankParser:
         "--prompt", type=str, nargs="+", action="extend", help=f"one or more, repeatable; unset: {PROMPT!r}"
     )
     add_arguments(parser)
+    parser.add_argument(
+        "--html", metavar="FILE", help="write a page that shows the ranks at work, beside the target alone on them"
+    )
     return parser
 
 
@@ -54,6 +62,7 @@ class Example:
 
     def prepare(self, checked: Checked) -> None:
         args = self.args
+        check_output_file("--html", args.html)
         self.tokenizer = load_tokenizer(checked.base_model_path, args.trust_remote_code)
         use_template(self.tokenizer, args)
         self.prompts = [
@@ -68,25 +77,50 @@ class Example:
 
     def run(self, lead: Lead) -> int:
         args, [path] = self.args, self.args.spec_head_ckpt
-        decoder = lead.speculative(path, Sampling(*args.temperature, args.top_k, args.top_p), *args.draft_top_k)
-        num_spec_layers = lead.checked.heads[path].num_spec_layers
-        lead.warm_up(self.prompts[0][1], decoder)
+        sampling = Sampling(*args.temperature, args.top_k, args.top_p)
+        decoder = lead.speculative(path, sampling, *args.draft_top_k)
+        standard = lead.alone(sampling) if args.html else None
+        setting = self._setting(lead, decoder)
+        for each in [decoder, *([standard] if standard else [])]:
+            each.keep_trace, each.keep_head = each.keep_trace or args.html is not None, args.html is not None
+            lead.warm_up(self.prompts[0][1], each)
         print_unused_settings(lead.checked.base_model_path)
         profile: list[Cycle] = []
-        traces = {}
+        traces, shown = {}, []
         for number, (prompt, ids) in enumerate(self.prompts, start=1):
             print(f"\nPrompt {number}/{len(self.prompts)}: {prompt}", flush=True)
             generation = decoder.start(ids, args.max_new_tokens)
             self._stream(generation)
-            print(f"\n{result_line('pipeline', generation.result, num_spec_layers)}", flush=True)
+            print(f"\n{result_line('pipeline', generation.result, setting.num_spec_layers)}", flush=True)
             if args.profile_timing:
                 print(time_table(generation.result.timings, generation.result.cycles), flush=True)
             own_stage = stage_row(0) if lead.layout.colocated else None
             profile += cycles(generation.timeline, decoder.executor.fills, own_stage)
             if args.trace:
                 traces[f"prompt {number}"] = generation.trace(self.tokenizer)
+            if standard is not None:
+                alone = standard.start(ids, args.max_new_tokens)
+                print(result_line("standard", alone.finish(), setting.num_spec_layers), flush=True)
+                generations = {"standard": alone, "pipeline": generation}
+                shown.append(run_of(prompt, generations, setting, self.tokenizer))
         write_reports(args, {"all prompts": profile}, traces)
+        if shown:
+            write_page(args.html, setting, shown)
+            print(f"\nPage written to {args.html}: open it in a browser")
         return 0
+
+    def _setting(self, lead: Lead, decoder: Decoder) -> Setting:
+        """What the page says of all prompts."""
+        checked, [path] = lead.checked, self.args.spec_head_ckpt
+        return Setting(
+            title=page_title(checked.base_model_path),
+            facts=page_facts(path, decoder, f"{checked.device}, {checked.dtype}".replace("torch.", "")),
+            placement=f"{checked.layout.world_size} processes: a rank a stage"
+            + ("" if checked.layout.colocated else ", and one for the head"),
+            baseline="the target alone, on the same ranks",
+            num_spec_layers=checked.heads[path].num_spec_layers,
+            verify_lag=self.args.verify_lag,
+        )
 
     def _stream(self, generation: Generation) -> None:
         """Print the text as it comes. Another thread does: the stages would go on while this one prints, untimed."""

@@ -15,7 +15,6 @@ from evaluation_data import Sample
 from evaluation_files import MP_PREFIX, RowLog, RunFiles, read_summaries
 from evaluation_metrics import (
     METRICS,
-    accepted_runs,
     aggregate,
     bootstrap_picks,
     compare_with_baseline,
@@ -214,9 +213,10 @@ def test_rollbacks_are_counted_and_timed(width, monkeypatch):
 
 def test_accepted_runs_are_cut_by_rejections():
     """Guards against runs that are joined, lost at the end, or shifted by the prefill's token."""
-    assert accepted_runs([True, True, False, False, True]) == [2, 0, 1]
-    assert accepted_runs([False]) == [0, 0]
-    assert accepted_runs([]) == [0]
+    for flags, runs in (([True, True, False, False, True], [2, 0, 1]), ([False], [0, 0])):
+        done = GenerationResult((1,), accepted=[True, *flags], verified_by_fill=[len(flags)])
+        assert done.accepted_runs == runs
+    assert GenerationResult((1,), accepted=[True]).accepted_runs == []
     row = sample_row(sample(), result(10, 20, 8, decode=4.0, ideal=2.0), COSTS)
     assert row["accepted_runs"] == [8, 0, 0]
     assert sum(row["accepted_runs"]) == row["n_accepted"]

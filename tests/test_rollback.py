@@ -201,7 +201,7 @@ def footprint(steps):
         "path": len(tree.path),
         "ids": len(tree._free_ids) + len(tree.path) + len(steps.candidates),
         "timeline": len(generation.timeline.spans) + len(generation.timeline._unread),
-        "trace": len(generation._entered) + len(generation._drafted),
+        "recorder": generation.recorder is not None,
     }
 
 

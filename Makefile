@@ -1,7 +1,7 @@
-# make demo    fetch a small target and compare speculative pipeline decoding with plain generation
+# make demo    fetch a small target, compare speculative pipeline decoding with plain generation, write demo.html
 # make test    run the tests (CPU, no downloads)
 # make lint    check style and formatting
-# make clean   remove .venv and caches; checkpoints and results stay
+# make clean   remove .venv, caches and demo.html; checkpoints and results stay
 #
 # Each makes .venv and installs requirements.txt if needed. PYTHON is the interpreter: make test PYTHON=python3.12
 
@@ -21,6 +21,7 @@ help:
 
 demo: demo_target
 	@$(RUN) pipeline_inference.py --base_model_path $(DEMO_TARGET) --spec_head_ckpt $(DEMO_HEAD) --max_new_tokens 80 \
+		--html demo.html \
 		--prompt "What is the capital of France?" "Write a short poem about the sea." "Explain what a prime number is."
 
 # Two processes, each with whole files, in alphabetical order: sorted by their number of tests, a file with few long
@@ -35,7 +36,7 @@ lint: $(INSTALLED)
 	@$(RUN) -m ruff format --check .
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache
+	rm -rf $(VENV) .pytest_cache .ruff_cache demo.html
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # The script itself knows whether the folder is there and intact.

@@ -640,6 +640,11 @@ class TokenEvent(NamedTuple):
     accepted: bool  # an accepted draft; False: the target's correction. True for the prefill's token
     cycle: int  # cycles finished when it was emitted; 0: by the prefill
 
+    @property
+    def style(self) -> str:
+        """How `paint` shows it."""
+        return "draft" if self.accepted else "correction"
+
 
 @dataclass
 class GenerationResult:
@@ -1155,6 +1160,13 @@ class TextStream:
         return text
 
 
+def paint(text: str, style: str) -> str:
+    """Text in the style of a terminal that shows any: drafts green, corrections yellow, or bold."""
+    codes = {"bold": "1", "draft": "32", "correction": "33"}
+    colored = text and sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    return f"\033[{codes[style]}m{text}\033[0m" if colored else text
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Command line: the pipeline beside standard generation
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1263,7 +1275,6 @@ class Demo:
             quantization=args.quantization,
         )
         self.terminal = sys.stdout.isatty()
-        self.color = self.terminal and "NO_COLOR" not in os.environ
         alone = LocalExecutor(self.target, (self.target.num_layers,), compiled=args.compile)
         self.decoders = {"standard": self.decoder(alone)}
         self.spec_layers = 0
@@ -1306,7 +1317,7 @@ class Demo:
         print_unused_settings(self.base_model_path)
         failed, traces, shown = False, {}, []
         for number, (prompt, ids) in enumerate(self.prompts, start=1):
-            print(self.paint(f"\nPrompt {number}/{len(self.prompts)}: {prompt}", "bold"))
+            print(paint(f"\nPrompt {number}/{len(self.prompts)}: {prompt}", "bold"))
             generations = {name: self.generate(name, ids) for name in self.decoders}
             if "pipeline" not in generations:
                 continue
@@ -1320,7 +1331,6 @@ class Demo:
             print(f"\nTrace written to {self.args.trace}: open it at ui.perfetto.dev")
         if shown:
             write_page(self.args.html, self.setting(), shown)
-            print(f"\nPage written to {self.args.html}: open it in a browser")
         return int(failed)
 
     def setting(self) -> Setting:
@@ -1342,7 +1352,7 @@ class Demo:
         if watched:
             self.stream(generation)
         result = generation.finish()
-        print(self.paint(result_line(name, result, self.spec_layers), "bold"))
+        print(paint(result_line(name, result, self.spec_layers), "bold"))
         if not watched:
             print(self.tokenizer.decode(result.tokens, skip_special_tokens=True))
         if self.args.profile_timing and name == "pipeline":
@@ -1353,13 +1363,8 @@ class Demo:
         """Print verified text, accepted drafts in green and the target's corrections in yellow."""
         text = TextStream(self.tokenizer)
         for event in generation:
-            style = "draft" if event.accepted else "correction"
-            print(self.paint(text.put(event.token), style), end="", flush=True)
-        print(self.paint(text.end(), style))
-
-    def paint(self, text: str, style: str) -> str:
-        codes = {"bold": "1", "draft": "32", "correction": "33"}
-        return f"\033[{codes[style]}m{text}\033[0m" if self.color and text else text
+            print(paint(text.put(event.token), event.style), end="", flush=True)
+        print(paint(text.end(), event.style))
 
     def print_comparison(self, prompt: list[int], standard: GenerationResult, result: GenerationResult) -> bool:
         """Say whether the ids are equal. Returns True for a difference that must not be (float32, verified)."""

@@ -27,10 +27,12 @@ from pipeline_inference import (
     Generation,
     Sampling,
     TextStream,
+    TokenEvent,
     encode_prompt,
     load_tokenizer,
     page_facts,
     page_title,
+    paint,
     print_unused_settings,
     result_line,
 )
@@ -79,12 +81,10 @@ class Example:
         args, [path] = self.args, self.args.spec_head_ckpt
         sampling = Sampling(*args.temperature, args.top_k, args.top_p)
         decoder = lead.speculative(path, sampling, *args.draft_top_k)
-        standard = lead.alone(sampling) if args.html else None
-        setting = self._setting(lead, decoder)
-        for each in [decoder, *([standard] if standard else [])]:
-            each.keep_trace, each.keep_head = each.keep_trace or args.html is not None, args.html is not None
-            lead.warm_up(self.prompts[0][1], each)
+        decoder.keep_trace, decoder.keep_head = decoder.keep_trace or args.html is not None, args.html is not None
+        lead.warm_up(self.prompts[0][1], decoder)
         print_unused_settings(lead.checked.base_model_path)
+        setting = self._setting(lead, decoder)
         profile: list[Cycle] = []
         traces, shown = {}, []
         for number, (prompt, ids) in enumerate(self.prompts, start=1):
@@ -98,16 +98,21 @@ class Example:
             profile += cycles(generation.timeline, decoder.executor.fills, own_stage)
             if args.trace:
                 traces[f"prompt {number}"] = generation.trace(self.tokenizer)
-            if standard is not None:
-                alone = standard.start(ids, args.max_new_tokens)
-                print(result_line("standard", alone.finish(), setting.num_spec_layers), flush=True)
-                generations = {"standard": alone, "pipeline": generation}
-                shown.append(run_of(prompt, generations, setting, self.tokenizer))
+            if args.html:
+                both = {"standard": self._alone(lead, sampling, ids), "pipeline": generation}
+                shown.append(run_of(prompt, both, setting, self.tokenizer))
         write_reports(args, {"all prompts": profile}, traces)
         if shown:
             write_page(args.html, setting, shown)
-            print(f"\nPage written to {args.html}: open it in a browser")
         return 0
+
+    def _alone(self, lead: Lead, sampling: Sampling, ids: list[int]) -> Generation:
+        """The same prompt by the target alone on the same ranks, for the page."""
+        decoder = lead.alone(sampling)
+        decoder.keep_trace = True
+        generation = decoder.start(ids, self.args.max_new_tokens)
+        print(result_line("standard", generation.finish(), 0), flush=True)
+        return generation
 
     def _setting(self, lead: Lead, decoder: Decoder) -> Setting:
         """What the page says of all prompts."""
@@ -128,10 +133,13 @@ class Example:
         with ThreadPoolExecutor(max_workers=1) as printer:
             for event in generation:
                 self._tokens.append(event.token)
-                printed = printer.submit(lambda token: print(text.put(token), end="", flush=True), event.token)
+                printed = printer.submit(self._show, text, event)
         printed.result()  # an error of the other thread, if there was one
-        print(text.end(), end="")
+        print(paint(text.end(), event.style), end="")
         self._tokens = []
+
+    def _show(self, text: TextStream, event: TokenEvent) -> None:
+        print(paint(text.put(event.token), event.style), end="", flush=True)
 
     def last_words(self) -> None:
         if self._tokens:

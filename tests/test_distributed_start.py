@@ -62,8 +62,9 @@ def expected(files, tokens=12, **settings):
 
 
 def test_example_prints_the_pipelines_text_and_times(files, tmp_path):
-    """Guards against text, counts, memory, profile or trace that are not those of the run."""
+    """Guards against text, counts, memory, profile, trace or page that are not those of the run."""
     written = ["--profile_timing", str(tmp_path / "profile.json"), "--trace", str(tmp_path / "trace.json")]
+    written += ["--html", str(tmp_path / "page.html")]
     with ranks(3, tmp_path, generate, *flags(files, *written)) as running:
         assert running.join() == [0, 0, 0]
         out = running.out(0)
@@ -93,6 +94,12 @@ def test_example_prints_the_pipelines_text_and_times(files, tmp_path):
         "verify",
         "wait",
     }
+    assert out.splitlines()[-1] == f"Page written to {tmp_path / 'page.html'}: open it in a browser"
+    [data] = re.findall(r'id="data">(.*?)</script>', (tmp_path / "page.html").read_text(), re.DOTALL)
+    [shown] = json.loads(data)["runs"]
+    assert (shown["metrics"]["cycles"], shown["metrics"]["equal"]) == (result.cycles, True)
+    assert shown["tokens"]["fate"].count("accepted") == result.n_accepted
+    assert all(sum(times) > 0 for times in shown["seconds"]["stages"])
 
 
 def test_evaluation_writes_what_eval_writes(files, tmp_path):

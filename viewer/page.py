@@ -174,6 +174,7 @@ def page(setting: Setting, runs: Sequence[Run]) -> str:
 
 
 def write_page(path: str | Path, setting: Setting, runs: Sequence[Run]) -> None:
-    """Write the page, atomically."""
+    """Write the page, atomically, and say so."""
     with atomic_open(path) as file:
         file.write(page(setting, runs))
+    print(f"\nPage written to {path}: open it in a browser", flush=True)

@@ -5,7 +5,7 @@
         --output_dir runs/qwen3
 
     python train.py ...                                              one process, on a GPU or a CPU
-    accelerate launch --multi_gpu --num_processes 2 train.py ...     two processes; without GPUs they meet over gloo
+    accelerate launch --num_processes 2 train.py ...                 two processes; without GPUs they meet over gloo
 
 Three properties hold whatever the number of processes and micro-batches, and are what the code below is arranged
 around: every supervised token of an optimiser step weighs the same; the examples of a step, their order, and the
@@ -33,8 +33,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import psutil
 import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
+from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -105,6 +107,7 @@ from training_state import (
 )
 
 MAX_SKIPPED_IN_ROW = 5
+MAX_LENGTH = 2048  # tokens of an example, unless the flag says otherwise
 FAR_VOCABULARY = 0.05  # of the target's vocabulary: padding and added tokens are less
 TRAINING_ATTENTION = (*ATTN_IMPLEMENTATIONS, "flex_attention")  # the last: the head's, with sdpa for the target
 TARGET_DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -164,7 +167,9 @@ def add_data_flags(parser: Parser) -> None:
     data = parser.add_argument_group("data")
     data.add_argument("--data_path", required=True, action="append", help="file, folder or hub id:split; repeatable")
     add_template_flags(data)
-    data.add_argument("--max_length", type=number(int, 2), default=2048, help="tokens of an example at most")
+    data.add_argument(
+        "--max_length", type=number(int, 2), help="tokens of an example at most; default: 2048, or the target's limit"
+    )
     data.add_argument(
         "--max_length_overflow", default="discard", choices=OVERFLOW_POLICIES, help="what happens to longer ones"
     )
@@ -312,11 +317,33 @@ def check_accelerate() -> None:
         raise ValueError(f"{local} processes were started on {devices} GPUs: use --num_processes {devices}")
 
 
+def is_lonely() -> bool:
+    """Whether `accelerate launch` was asked for several processes and started this one, as it does without GPUs."""
+    single = "WORLD_SIZE" not in os.environ and "ACCELERATE_MIXED_PRECISION" in os.environ
+    return single and os.environ.get("MASTER_ADDR") == "127.0.0.1"  # its sign of more than one process
+
+
+def lonely_processes() -> int | None:
+    """How many processes a lonely one's `accelerate launch` was asked for on its command line; None: not to be seen."""
+    command = psutil.Process().parent().cmdline()
+    begins = [place for place, word in enumerate(command) if word in ("launch", "accelerate.commands.launch")]
+    if not begins or torch.cuda.is_available():
+        return None
+    return launch_command_parser().parse_known_args(command[begins[0] + 1 :])[0].num_processes
+
+
+def start_all_processes() -> None:
+    """In a lonely process: become the launcher of all processes that were asked for, which meet on CPUs over gloo."""
+    if is_lonely():
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={lonely_processes()}"]
+        os.execv(sys.executable, [sys.executable, *launcher, *sys.argv])
+
+
 def check_launch(args: argparse.Namespace) -> None:
     """Fail early on what would otherwise show after minutes, or not at all."""
     check_accelerate()
-    single = "WORLD_SIZE" not in os.environ and "ACCELERATE_MIXED_PRECISION" in os.environ
-    if single and os.environ.get("MASTER_ADDR") == "127.0.0.1":  # accelerate's sign of more than one process
+    if is_lonely() and lonely_processes() is None:
         raise ValueError(
             "accelerate launch was asked for several processes and started one, as it does with fewer than two GPUs: "
             "use --num_processes 1, or add --multi_gpu, which starts several on a CPU too"
@@ -459,9 +486,14 @@ def head_config(args: argparse.Namespace, target: PreTrainedConfig) -> HeadConfi
 
 
 def target_config(args: argparse.Namespace) -> PreTrainedConfig:
-    """The target's configuration, long before its weights. ValueError when there is none or it cannot be used."""
+    """The target's configuration, long before its weights. ValueError when there is none or it cannot be used.
+
+    Without --max_length, this sets it: to 2048, or to the target's positions where there are fewer.
+    """
     config = load_target_config(args.model_name, args.trust_remote_code, quantization=args.quantization)
     check_target_weights(args.model_name, config)
+    if args.max_length is None:
+        args.max_length = min(MAX_LENGTH, config.max_position_embeddings)
     if args.max_length > config.max_position_embeddings:
         raise ValueError(
             f"--max_length is {args.max_length}, but the target has positions for {config.max_position_embeddings}"
@@ -986,6 +1018,7 @@ def main(args: argparse.Namespace) -> int:
     check_head_flags(args)
     config_of_target = target_config(args)
     config = head_config(args, config_of_target)
+    start_all_processes()
 
     def make_loss(target: Target) -> HeadLoss:
         head = new_head(config, target, args.spec_init_from_base_layers, args.seed)

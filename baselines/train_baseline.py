@@ -122,6 +122,7 @@ def main(args: argparse.Namespace) -> int:
     target = train.target_config(args)
     config = head_config(args, target)
     config.check_target(target)
+    train.start_all_processes()
     return train.run_training(args, target, lambda loaded: make_loss(args, config, loaded))
 
 

@@ -130,7 +130,6 @@ def assert_same_weights(ours, theirs):
 def launch(processes, *more):
     """`accelerate launch`, on CPUs, in the background."""
     options = ["--num_processes", processes, "--num_machines", 1, "--mixed_precision", "no", "--dynamo_backend", "no"]
-    options += ["--multi_gpu", "--main_process_port", 0] if processes > 1 else []  # a free port
     command = [sys.executable, "-m", "accelerate.commands.launch", *options, ROOT / "train.py", *more]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
@@ -702,7 +701,8 @@ def test_runs_do_not_mix(work, tmp_path, capsys):
 
 
 def test_lonely_process_is_refused(monkeypatch):
-    """Guards a silent trap: on a CPU, `accelerate launch --num_processes 2` without --multi_gpu starts one process."""
+    """Guards a silent trap: on a CPU, `accelerate launch --num_processes 2` without --multi_gpu starts one process.
+    Where its command line cannot be seen, the run is refused; else all processes are started (`launch` above)."""
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")

@@ -665,6 +665,11 @@ class StageCache:
         """Bytes held, all layers together."""
         return sum(tensor.nbytes for tensor in self.tensors())
 
+    def clear(self) -> None:
+        """Forget all numbers: a mask hides what an earlier generation left, unless that is no number."""
+        for tensor in self.tensors():
+            tensor.zero_()
+
     def prefill(self, start: int, length: int, root: Tensor) -> None:
         """The layers will run prompt positions `start .. start + length - 1`; `root` [1] is the prompt's node id."""
         self._run_at(Place(start, start + length, None, root if start else None, root))
@@ -1140,6 +1145,8 @@ class Stage:
             plan = plan if self.cache is None else plan.joined(self.cache.plan)
             self.cache, self._static = None, {}  # their memory can be used again
             self.cache = StageCache(target.config, self.layers, plan, target.dtype, target.device)
+        elif plan.tree or self._compiled:
+            self.cache.clear()
         self._root = torch.tensor([root], device=target.device)
         if self._compiled and plan.width:
             kind = plan.width, plan.tree

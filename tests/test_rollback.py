@@ -239,3 +239,17 @@ def test_memory_is_planned_not_grown():
     plans = [short.start(PROMPT, count)._plan for count in (10, 1000)]
     assert plans[1].slots - plans[0].slots == 990
     assert plans[1].nodes == plans[0].nodes
+
+
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_a_generation_that_overflowed_spoils_no_later_one(family, width):
+    """Guards the memory that generations share: what is not a number goes through any mask, so it must not stay."""
+    target, prompt = tiny_target(family), random_prompt(9)
+    decoder = spd_decoder(target, tiny_head(target, (2, 2)), draft_top_k=width)
+    decoder.generate(prompt, 20)  # makes the memory
+    with torch.inference_mode():
+        for stage in decoder.executor.stages:
+            for tensor in stage.cache.tensors():
+                tensor.fill_(torch.nan)
+    assert decoder.generate(prompt, 12).tokens == hf_greedy(tiny_model(family), prompt, 12)

@@ -28,19 +28,19 @@ def build_optimizers(
 ) -> list[torch.optim.Optimizer]:
     """`adamw`: one AdamW. `muon`: Muon for the matrices, AdamW for lm_head and vectors, at `lr_adamw` (None: lr / 2).
 
-    Vectors, that is norms, are not decayed.
+    Vectors, that is norms, are not decayed. A head may have no lm_head of its own.
     """
-    output = head.lm_head.weight
-    matrices = [weight for weight in head.parameters() if weight.ndim == 2 and weight is not output]
+    output = [] if head.lm_head is None else [head.lm_head.weight]
+    matrices = [weight for weight in head.parameters() if weight.ndim == 2 and all(weight is not own for own in output)]
     vectors = {"params": [weight for weight in head.parameters() if weight.ndim < 2], "weight_decay": 0.0}
     shared = {"weight_decay": weight_decay, "fused": True}  # one kernel: ten times faster on a CPU, too
     if name == "adamw":
-        return [torch.optim.AdamW([{"params": [*matrices, output]}, vectors], lr=lr, **shared)]
+        return [torch.optim.AdamW([{"params": [*matrices, *output]}, vectors], lr=lr, **shared)]
     # Updates as large as AdamW's: the usual learning rates and weight decays keep their meaning.
-    muon_class = torch.optim.Muon if output.is_cuda else Float32Muon
+    muon_class = torch.optim.Muon if matrices[0].is_cuda else Float32Muon
     muon = muon_class(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
     lr_adamw = lr / 2 if lr_adamw is None else lr_adamw
-    return [muon, torch.optim.AdamW([{"params": [output]}, vectors], lr=lr_adamw, **shared)]
+    return [muon, torch.optim.AdamW([{"params": output}, vectors], lr=lr_adamw, **shared)]
 
 
 def scale_lr(optimizers: list[torch.optim.Optimizer], factor: float) -> None:

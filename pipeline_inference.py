@@ -785,6 +785,8 @@ class Decoder:
     draft_top_k     W, candidates a position: 1 is the chain
     draft_chain     0: a cycle drafts one position, beside the stages, for the next cycle. m: it drafts m positions in a
                     row, before the only stage, which then runs them all (EAGLE-3); W = 1, no lag
+    sample_drafts   a chain's drafts, when sampling: True: from the drafter's distribution, and the ratio test decides.
+                    False: its argmax, kept where the target draws the same
     draft_in_line   whether a cycle lasts longer by the draft: stage 0 waits for it, or it for stage 0
     verify_lag      0: a verdict ends its cycle. 1: it arrives one cycle later, off the critical path
     verify_drafts   False accepts every draft unseen, for debugging: the output is the drafter's, not the target's
@@ -800,6 +802,7 @@ class Decoder:
         sampling: Sampling = Sampling(),
         draft_top_k: int = 1,
         draft_chain: int = 0,
+        sample_drafts: bool = True,
         draft_in_line: bool = False,
         verify_lag: int = 0,
         verify_drafts: bool = True,
@@ -820,6 +823,7 @@ class Decoder:
         self.draft_top_k, self.verify_lag, self.verify_drafts = draft_top_k, verify_lag, verify_drafts
         self.eos_token_ids, self.max_positions = frozenset(eos_token_ids), max_positions
         self.seed, self.keep_trace, self.keep_head = seed, keep_trace, keep_head
+        self.sample_drafts = sample_drafts
 
     def generate(self, prompt: Sequence[int] | Tensor | np.ndarray, max_new_tokens: int) -> GenerationResult:
         """Decode to the end. Arguments and errors as `start`."""
@@ -994,7 +998,8 @@ class Generation:
 
     def _draft_one(self, logits: Tensor) -> Node:
         """Continue the chain: the drafter's argmax, or a sample from its distribution q, which is kept."""
-        q = None if self._sampling.greedy else self._sampling.probabilities(logits)
+        sampled = self._settings.sample_drafts and not self._sampling.greedy
+        q = self._sampling.probabilities(logits) if sampled else None
         draft_id = logits.argmax() if q is None else draw(q, self._generator)
         token = int(self._target_ids(draft_id))
         node = self.tree.new_node(token, self.tree.frontier[0], fill=self.tree.fill)

@@ -1448,7 +1448,7 @@ class SpeculationHead(nn.Module):
         self.config = config
         self._add_projections()
         self._add_layers(target_config)
-        self.lm_head = _projection(config.hidden_size, config.draft_vocab_size)
+        self._add_lm_head()
 
     def _add_projections(self) -> None:
         hidden, types = self.config.hidden_size, len(self.config.aggr_feature_bound)
@@ -1456,6 +1456,9 @@ class SpeculationHead(nn.Module):
 
     def _add_layers(self, target_config: PreTrainedConfig) -> None:
         self.spec_layers = new_spec_layers(self.config, target_config)
+
+    def _add_lm_head(self) -> None:
+        self.lm_head = _projection(self.config.hidden_size, self.config.draft_vocab_size)
 
     @cached_property
     def draft_token_ids(self) -> Tensor | None:
@@ -1742,12 +1745,15 @@ def draft_rows(
 class LossTerms(NamedTuple):
     """What a draft is trained for (METHOD sections 4 and 11.4)."""
 
-    kind: str = "kl"  # "kl", "tv": 1 - acceptance, "lk": between the two, the less KL the more is accepted already
+    # "kl", "tv": 1 - acceptance, "lk": between the two, the less KL the more is accepted already; of blocks also "ce":
+    # cross-entropy with given tokens, "reverse_kl": KL(draft || teacher)
+    kind: str = "kl"
     temperature: float = 1.0  # tau, of teacher and draft
     eta: float = 3.0  # lk: the weight of KL is exp(-eta * mean acceptance)
 
 
 LOSS_KINDS = ("kl", "lk", "tv")
+RENORMALISED = ("kl", "reverse_kl")  # see the teacher on the draft vocabulary alone
 KL = LossTerms()
 
 
@@ -1756,14 +1762,15 @@ class _Distillation(torch.autograd.Function):
 
     Forward computes the gradients of hidden states and lm_head along with the loss, chunk by chunk; backward scales
     them. Inputs: draft [P, H] and its lm_head [V_d, H] (differentiable), teacher [P, H] and its lm_head [V, H], the
-    draft ids [V_d] or None, the teacher's argmax [P] or None for not known yet, weights [P] or None for ones, terms.
-    Both hidden states are already normed. Returns total, counted (the sum of the weights that are in it), agreed.
+    draft ids [V_d] or None, the teacher's argmax [P] or None for not known yet (of "ce" the tokens to draft), weights
+    [P] or None for ones, terms. Both hidden states are already normed. Returns total, counted (the sum of the weights that are in it), agreed.
     """
 
     @staticmethod
     def forward(ctx, draft, draft_head, teacher, teacher_head, draft_ids, teacher_best, weights, terms):
         rows = _LossRows(draft, draft_head, teacher, teacher_head, draft_ids, teacher_best, terms)
-        draft_grad, weight_grad = torch.zeros_like(draft), torch.zeros_like(draft_head)
+        draft_grad = torch.zeros_like(draft)
+        weight_grad = torch.zeros_like(draft_head) if ctx.needs_input_grad[1] else None
         total = draft.new_zeros((), dtype=torch.float32)
         counted = torch.zeros((), dtype=torch.long if weights is None else torch.float32, device=draft.device)
         agreed = torch.zeros((), dtype=torch.long, device=draft.device)
@@ -1779,6 +1786,8 @@ class _Distillation(torch.autograd.Function):
                 total += (loss * weight).sum()
                 grad = grad.mul_(weight[:, None]).to(hidden.dtype)
                 draft_grad[part] = (grad @ rows.weight).to(draft_grad.dtype)
+                if not ctx.needs_input_grad[1]:
+                    continue
                 if weight_grad.dtype == hidden.dtype:  # in one kernel, without a product as large as the lm_head
                     weight_grad.addmm_(grad.T, hidden)
                 else:
@@ -1791,7 +1800,8 @@ class _Distillation(torch.autograd.Function):
     def backward(ctx, grad, *_):
         draft_grad, weight_grad = ctx.saved_tensors
         # In place: these are this node's own, and the graph is walked once.
-        return draft_grad.mul_(grad), weight_grad.mul_(grad), None, None, None, None, None, None
+        weight_grad = None if weight_grad is None else weight_grad.mul_(grad)
+        return draft_grad.mul_(grad), weight_grad, None, None, None, None, None, None
 
 
 class _LossRows:
@@ -1808,7 +1818,7 @@ class _LossRows:
         if draft_ids is not None:  # target id -> draft id, or -1
             self.rank_of = torch.full((len(teacher_head),), -1, device=device)
             self.rank_of[draft_ids] = torch.arange(len(draft_ids), device=device)
-            if teacher_best is not None and terms.kind == "kl":  # the rest of the vocabulary is not needed any more
+            if teacher_best is not None and terms.kind in RENORMALISED:  # the rest of the vocabulary is not needed any more
                 self.teacher_head, self.draft_ids = teacher_head[draft_ids], None
 
     def parts(self) -> Iterator[slice]:
@@ -1818,13 +1828,17 @@ class _LossRows:
     def logits(self, part: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Draft's hidden states and logits [p, V_d], the teacher's log-weights [p, V_d], its argmax's draft id or -1.
 
-        The log-weights are the teacher's logits / tau where only their renormalised form matters, and otherwise log p.
+        The log-weights are the teacher's logits / tau where only their renormalised form matters, and otherwise log p;
+        of "ce" the draft ids [p, 1] instead.
         """
         hidden = self.draft[part].to(self.dtype)
+        if self.terms.kind == "ce":
+            best = self.teacher_best[part] if self.rank_of is None else self.rank_of[self.teacher_best[part]]
+            return hidden, linear(hidden, self.weight).float(), best[:, None].clamp(min=0), best
         target = linear(self.teacher[part].to(self.teacher_head.dtype), self.teacher_head)
         best = target.argmax(dim=-1) if self.teacher_best is None else self.teacher_best[part]
         target = target.float().div_(self.terms.temperature)
-        if self.terms.kind != "kl":
+        if self.terms.kind not in RENORMALISED:
             target = target.log_softmax(dim=-1)
         if self.draft_ids is not None:
             target = target[:, self.draft_ids]
@@ -1850,6 +1864,12 @@ class _LossRows:
         """The loss of each position [p], and its gradient by the draft's logits [p, V_d]. Overwrites `logits`."""
         tau, log_q = self.terms.temperature, self._log_q(logits)
         q, loss, grad = log_q.exp(), 0.0, None
+        if self.terms.kind == "ce":
+            return -log_q.gather(1, target)[:, 0], q.scatter_add_(1, target, q.new_full(target.shape, -1)).div_(tau)
+        if self.terms.kind == "reverse_kl":
+            ratio = log_q - target.log_softmax(dim=-1)
+            loss = (q * ratio).sum(dim=-1)
+            return tau**2 * loss, q * (ratio - loss[:, None]) * tau
         if kl_share < 1:
             p = target.exp()
             loss = (1 - kl_share) * (1 - acceptance(p, q))
@@ -1939,18 +1959,25 @@ def distillation_loss(
 
     teacher_best [P], the target's argmax where it is known; weights [P] of the rows in the mean, None for ones.
     """
+    settings = head.draft_token_ids, hidden, teacher_best, terms, weights
+    return rows_loss(target, target.norm(draft), head.lm_head.weight, *settings)
+
+
+def rows_loss(
+    target: Target,
+    draft: Tensor,
+    lm_head: Tensor,
+    draft_ids: Tensor | None,
+    hidden: Tensor,
+    teacher_best: Tensor | None,
+    terms: LossTerms,
+    weights: Tensor | None,
+) -> TrainingLoss:
+    """`distillation_loss` of rows [P, H] that have been through their norm, with their lm_head's rows [V_d, H]."""
     with torch.no_grad():
         teacher = target.norm(hidden)
-    total, counted, agreed = _Distillation.apply(
-        target.norm(draft),
-        head.lm_head.weight,
-        teacher,
-        target.lm_head.weight,
-        head.draft_token_ids,
-        teacher_best,
-        weights,
-        terms,
-    )
+    rows = draft, lm_head, teacher, target.lm_head.weight
+    total, counted, agreed = _Distillation.apply(*rows, draft_ids, teacher_best, weights, terms)
     return TrainingLoss(total, counted, counted.new_tensor(len(draft)), agreed)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from baselines.common import BaselineConfig
+from baselines.dflash import DFlashConfig, DFlashHead, dflash_anchors
 from baselines.eagle3 import Eagle3Config, eagle3_anchors
 from baselines.ppsd import PPSDConfig
 from pipeline_inference import Decoder, Drafter, TokenTree
@@ -23,6 +24,19 @@ def tiny_ppsd(target: Target, sizes: Sequence[int], draft_vocab: int | None = No
     """A random PPSD head for a split."""
     shape = {"num_stages": len(sizes), "stage_layers": list(sizes), "aggr_feature_bound": (0, sizes[0])}
     return _tiny(PPSDConfig, target, draft_vocab, num_spec_layers=layers, **shape)
+
+
+def tiny_dflash(
+    target: Target, block_size: int = 4, draft_vocab: int | None = None, taps: int = 3, layers: int = 2, **fields
+) -> DFlashHead:
+    """A random DFlash drafter; its target needs 3 layers more than taps. Norms that do something, and the target's."""
+    shape = {"num_stages": 1, "num_spec_layers": layers, "aggr_feature_bound": dflash_anchors(target.num_layers, taps)}
+    head = _tiny(DFlashConfig, target, draft_vocab, block_size=block_size, mask_token_id=3, **shape, **fields)
+    with torch.no_grad():
+        for name, weight in head.named_parameters():
+            if weight.ndim == 1:
+                weight.add_(torch.randn_like(weight) * 0.2)
+    return head
 
 
 def _tiny(config_class: type[BaselineConfig], target: Target, draft_vocab: int | None, **fields) -> SpeculationHead:

@@ -51,6 +51,11 @@ def chain_costs(num_layers: int, num_spec_layers: int, num_steps: int) -> Costs:
     return Costs(factor=1.0, cycle=(num_layers + num_steps * num_spec_layers) / num_layers, chain=num_steps)
 
 
+def block_costs(num_layers: int, num_spec_layers: int, num_drafts: int) -> Costs:
+    """DFlash: a cycle is one forward of the drafter, whatever it drafts, and one pass of the target."""
+    return Costs(factor=1.0, cycle=(num_layers + num_spec_layers) / num_layers, chain=num_drafts)
+
+
 def alpha(accepted: Count, verified: Count) -> Count:
     return accepted / verified
 

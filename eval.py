@@ -78,6 +78,12 @@ def build_parser() -> Parser:
     decoding.add_argument("--num_stages", type=int, nargs="+", help="* spd: n, for a head trained for several")
     decoding.add_argument("--num_steps", type=int, nargs="+", default=[7], help="* eagle3: m, drafts in a row")
     decoding.add_argument(
+        "--block_size", type=int, nargs="+", help="* dflash: B, at most as trained; unset: as trained"
+    )
+    decoding.add_argument(
+        "--sample_drafts", action=Switch, default=False, help="dflash: draw drafts when sampling, not their argmax"
+    )
+    decoding.add_argument(
         "--prompt_lookup_num_tokens", type=int, nargs="+", default=[10], help="* prompt_lookup: drafts in a row at most"
     )
     decoding.add_argument("--top_k", type=int, default=0, help="0: off")

@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from baselines.dflash import DFlashConfig, dflash_decoder
 from baselines.eagle3 import Eagle3Config, eagle3_decoder
 from baselines.ppsd import PPSDConfig, ppsd_decoder
 from baselines.prompt_lookup import PromptLookup
-from decoding_metrics import Costs, chain_costs, ppsd_costs, spd_costs
+from decoding_metrics import Costs, block_costs, chain_costs, ppsd_costs, spd_costs
 from pipeline_inference import Decoder, LocalExecutor, Sampling, SPDDrafter
 from pipeline_model import HeadConfig, Target, load_head
 
@@ -26,7 +27,8 @@ class Run:
     spec_head_ckpt: str | None = None  # None: nothing was trained
     num_spec_layers: int = 0
     draft_top_k: int = 1
-    draft_chain: int = 0  # tokens drafted in a row: EAGLE-3's steps, prompt lookup's most; 0: the method has no chains
+    draft_chain: int = 0  # drafts in a row: EAGLE-3's steps, DFlash's B - 1, prompt lookup's most; 0: no chains
+    sample_drafts: bool = True  # a chain's, when sampling; False: the drafter's argmax
     use_deepest: bool | None = None  # None: as the head was trained
     compiled: bool = False  # the target's layers
 
@@ -42,7 +44,8 @@ class Run:
     @property
     def draws_as_baseline(self) -> bool:
         """Whether its ids must be the baseline's: see `Sampling.same_draws`."""
-        return self.method == "autoregressive" or self.sampling.same_draws(self.draft_top_k)
+        one_draw = self.method == "autoregressive" or not self.sample_drafts
+        return one_draw or self.sampling.same_draws(self.draft_top_k)
 
     @property
     def axes(self) -> dict[str, str]:
@@ -52,8 +55,12 @@ class Run:
             axes[split_name(self.stage_sizes)] = f"n{len(self.stage_sizes)}"
         if self.method == "spd":
             axes[f"W = {self.draft_top_k}"] = f"W{self.draft_top_k}"
-        if self.draft_chain:
+        if self.method == "dflash":
+            axes[f"B = {self.draft_chain + 1}"] = f"B{self.draft_chain + 1}"
+        elif self.draft_chain:
             axes[f"m = {self.draft_chain}"] = f"m{self.draft_chain}"
+        if self.method == "dflash" and self.sample_drafts:
+            axes["sampled drafts"] = "sampled"
         if self.compiled:
             axes["compiled"] = "compiled"
         return axes
@@ -89,6 +96,12 @@ def _eagle3(target: Target, run: Run, settings: Mapping[str, Any]) -> Decoder:
     return eagle3_decoder(target, head, run.draft_chain, compiled=run.compiled, **settings)
 
 
+def _dflash(target: Target, run: Run, settings: Mapping[str, Any]) -> Decoder:
+    head = load_head(run.spec_head_ckpt, target, DFlashConfig)
+    blocks = {"block_size": run.draft_chain + 1, "sample_drafts": run.sample_drafts, "compiled": run.compiled}
+    return dflash_decoder(target, head, **blocks, **settings)
+
+
 def _ppsd(target: Target, run: Run, settings: Mapping[str, Any]) -> Decoder:
     head = load_head(run.spec_head_ckpt, target, PPSDConfig)
     return ppsd_decoder(target, head, run.stage_sizes, compiled=run.compiled, **settings)
@@ -117,6 +130,13 @@ METHODS = {
         lambda run: chain_costs(sum(run.stage_sizes), run.num_spec_layers, run.draft_chain),
         Eagle3Config,
         code=("baselines/common.py", "baselines/eagle3.py"),
+    ),
+    "dflash": Method(
+        "DFlash",
+        _dflash,
+        lambda run: block_costs(sum(run.stage_sizes), run.num_spec_layers, run.draft_chain),
+        DFlashConfig,
+        code=("baselines/common.py", "baselines/eagle3.py", "baselines/dflash.py"),
     ),
     "ppsd": Method(
         "PPSD",

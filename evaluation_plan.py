@@ -16,6 +16,7 @@ import torch
 import transformers
 from transformers import PreTrainedTokenizerBase
 
+from baselines.dflash import check_block_size
 from baselines.prompt_lookup import check_prompt_lookup
 from chat_template import check_template_flags, template_setting, use_template
 from evaluation_data import Sample, choose_data_sets, encode_questions, read_questions
@@ -77,6 +78,8 @@ FLAGS_OF = {  # flags that one method alone has, and what they are when nobody g
     "num_stages": ("spd", None),
     "use_deepest": ("spd", None),
     "num_steps": ("eagle3", [7]),
+    "block_size": ("dflash", None),
+    "sample_drafts": ("dflash", False),
     "prompt_lookup_num_tokens": ("prompt_lookup", [10]),
 }
 
@@ -95,6 +98,8 @@ def check_method(args: argparse.Namespace) -> None:
     for count in (*args.num_steps, *args.prompt_lookup_num_tokens):
         if count < 1:
             raise ValueError(f"--num_steps and --prompt_lookup_num_tokens must be at least 1, one is {count}")
+    if args.block_size and min(args.block_size) < 2:
+        raise ValueError(f"--block_size is {min(args.block_size)}: a block has a known token and at least one draft")
 
 
 def check_flags(args: argparse.Namespace) -> None:
@@ -203,7 +208,12 @@ class Planner:
 
     def plan(self) -> Plan:
         args = self.args
-        chains = {"eagle3": args.num_steps, "prompt_lookup": args.prompt_lookup_num_tokens}.get(args.method, [0])
+        lengths = {
+            "eagle3": args.num_steps,
+            "prompt_lookup": args.prompt_lookup_num_tokens,
+            "dflash": [size - 1 for size in args.block_size or []] or [None],
+        }
+        chains = lengths.get(args.method, [0])
         axes = (args.spec_head_ckpt or [None], args.temperature, args.draft_top_k, args.num_stages or [None], chains)
         shared = self.target_settings()
         runs = [self.planned(shared, *values) for values in itertools.product(*map(dict.fromkeys, axes))]
@@ -243,11 +253,13 @@ class Planner:
         temperature: float,
         width: int,
         num_stages: int | None,
-        chain: int,
+        chain: int | None,
     ) -> PlannedRun:
         args, method = self.args, METHODS[self.args.method]
         sampling = Sampling(temperature, args.top_k, args.top_p)
         num_layers = self.config.num_hidden_layers
+        if args.method == "dflash":
+            chain = self.head_chain(path, chain)
         shape = {"stage_sizes": (num_layers,)} if path is None else self.head_shape(path, num_stages)
         run = Run(
             sampling=sampling,
@@ -258,6 +270,7 @@ class Planner:
             draft_top_k=width,
             draft_chain=chain,
             compiled=args.compile,
+            sample_drafts=args.method != "dflash" or args.sample_drafts,
             **shape,
         )
         baseline_settings = dict(shared) | {"temperature": temperature}
@@ -273,6 +286,7 @@ class Planner:
             "num_spec_layers": run.num_spec_layers,
             "draft_top_k": width,
             "draft_chain": chain,
+            "sample_drafts": run.sample_drafts,
             "use_deepest": run.use_deepest,
             "baseline": args.baseline,
         }
@@ -289,6 +303,15 @@ class Planner:
             baseline_settings=baseline_settings,
             baseline_rows=baseline_cache(baseline_folder(args), baseline_settings),
         )
+
+    def head_chain(self, path: str, chain: int | None) -> int:
+        """DFlash's drafts a round; None: as many as its drafter was trained for. ValueError for more of them."""
+        head = self.heads[path]
+        try:
+            check_block_size(head, head.block_size if chain is None else chain + 1)
+        except ValueError as error:
+            raise ValueError(f"{path!r}: {error}") from None
+        return head.block_size - 1 if chain is None else chain
 
     def head_shape(self, path: str, num_stages: int | None) -> dict[str, Any]:
         """The settings of a run that its head decides. ValueError for stages that it was not trained for."""

@@ -1763,7 +1763,8 @@ class _Distillation(torch.autograd.Function):
     Forward computes the gradients of hidden states and lm_head along with the loss, chunk by chunk; backward scales
     them. Inputs: draft [P, H] and its lm_head [V_d, H] (differentiable), teacher [P, H] and its lm_head [V, H], the
     draft ids [V_d] or None, the teacher's argmax [P] or None for not known yet (of "ce" the tokens to draft), weights
-    [P] or None for ones, terms. Both hidden states are already normed. Returns total, counted (the sum of the weights that are in it), agreed.
+    [P] or None for ones, terms. Both hidden states are already normed. Returns total, counted (the sum of the weights
+    that are in it), agreed.
     """
 
     @staticmethod
@@ -1818,7 +1819,9 @@ class _LossRows:
         if draft_ids is not None:  # target id -> draft id, or -1
             self.rank_of = torch.full((len(teacher_head),), -1, device=device)
             self.rank_of[draft_ids] = torch.arange(len(draft_ids), device=device)
-            if teacher_best is not None and terms.kind in RENORMALISED:  # the rest of the vocabulary is not needed any more
+            if (
+                teacher_best is not None and terms.kind in RENORMALISED
+            ):  # the rest of the vocabulary is not needed any more
                 self.teacher_head, self.draft_ids = teacher_head[draft_ids], None
 
     def parts(self) -> Iterator[slice]:

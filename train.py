@@ -528,7 +528,7 @@ def load_target(args: argparse.Namespace, accelerator: Accelerator, dtype: torch
 
 def start_from(head: SpeculationHead, path: str) -> None:
     """Copy a checkpoint's weights. ValueError when its head reads, drafts or is built otherwise."""
-    found, state = read_checkpoint(path)
+    found, state = read_checkpoint(path, type(head.config))
     for name in ("aggr_feature_bound", "shallow_hidden_layer_indices", "num_spec_layers", "draft_token_ids"):
         ours, theirs = getattr(head.config, name), getattr(found, name)
         if ours != theirs:
@@ -654,8 +654,7 @@ class Trainer:
         flags = [signals.received is not None, late and self.accelerator.is_main_process]
         sums = sum(torch.stack([value.detach().double() for value in loss]) for loss, _ in losses)
         sums = torch.cat([sums, sums.new_tensor(flags)])
-        total, *counts = self.accelerator.reduce(sums, "sum").tolist()
-        counted, (supervised, agreed, stopped, out_of_time) = counts[0], map(int, counts[1:])
+        total, counted, supervised, agreed, stopped, out_of_time = self.accelerator.reduce(sums, "sum").tolist()
         shapes = [(self.splits[n], fill) for n, fill in self.draw_fills(step)]
         used = self.loss.end_step(shapes, lambda value: self.accelerator.reduce(value, "sum"))
 
@@ -665,7 +664,7 @@ class Trainer:
             self.rest_unused_types(used)
             for optimizer in self.optimizers:
                 optimizer.step()
-            self.progress.add(total, counted, supervised, agreed)
+            self.progress.add(total, counted, int(supervised), agreed)
         elif not math.isfinite(total):
             self.skip(losses, what="loss is")
         elif self.scaler.get_scale() <= 1:  # above, fp16 has overflowed, as it does at times: the scaler lowers it
@@ -685,9 +684,9 @@ class Trainer:
         mine = range(len(micro_batches))[accelerator.process_index :: accelerator.num_processes]
         losses = []
         for index in mine:
-            batch = self.load("train", micro_batches[index])
-            n, fill = draws[index]
             number = self.progress.step * len(micro_batches) + index
+            batch = self.load("train", micro_batches[index], number)
+            n, fill = draws[index]
             with nullcontext() if index == mine[-1] else accelerator.no_sync(self.model):
                 loss = self.model(batch.teacher, self.splits[n], fill, number)
                 self.scaler.scale(loss.total).backward()
@@ -711,12 +710,17 @@ class Trainer:
                 for projection in projections:
                     projection.weight.grad = None
 
-    def load(self, part: str, rows: np.ndarray) -> MicroBatch:
-        """Rows of `train` or `val`, run through the target, or as its pass left them in the feature cache."""
+    def load(self, part: str, rows: np.ndarray, number: int | None = None) -> MicroBatch:
+        """Rows of `train` or `val`, run through the target, or as its pass left them in the feature cache.
+
+        `number` of the micro-batch that they are, in training.
+        """
         source = getattr(self.data, part)
         batch = self.collator([source[int(row)] for row in rows])
         names = ("input_ids", "labels", "attention_mask")
         ids, labels, mask = (batch[name].to(self.accelerator.device, non_blocking=True) for name in names)
+        if number is not None:
+            ids, labels, mask = self.loss.texts(ids, labels, mask, number)
         teacher = {"labels": labels, "attention_mask": mask}
         if part in self.caches:
             cached = self.caches[part].load(rows, ids, mask)
@@ -775,17 +779,20 @@ class Trainer:
         batches = [longest_first[i : i + args.batch_size] for i in range(0, len(longest_first), args.batch_size)]
         shapes = [(n, fill) for n in self.splits for fill in range(1 if args.trained_with_use_deepest else n, n + 1)]
         sums = torch.zeros(len(shapes), 4, dtype=torch.float64, device=accelerator.device)
-        traces = HeldOutTraces(self.splits, accelerator.device)
+        traces, lengths = HeldOutTraces(self.splits, accelerator.device), sums.new_zeros(2)
+        self.loss.eval()
         for number in range(accelerator.process_index, len(batches), accelerator.num_processes):
             if self.signals.received is not None:
                 break
             teacher = self.load("val", batches[number]).teacher
             with accelerator.autocast():
                 traces.add(self.loss, teacher, number)
+                lengths += self.loss.simulated_lengths(teacher)
             for index, (n, fill) in enumerate(shapes):
                 with accelerator.autocast():
                     loss = self.loss(teacher, self.splits[n], fill)
                 sums[index] += torch.stack([value.double() for value in loss])
+        self.loss.train()
         stopped = sums.new_tensor(float(self.signals.received is not None))
         if accelerator.reduce(stopped, "sum").item():
             return None
@@ -801,6 +808,8 @@ class Trainer:
             )
         ]
         line = {"step": progress.step, "supervised_tokens": progress.supervised, "validation": figures}
+        total, rounds = accelerator.reduce(lengths, "sum").tolist()
+        line |= {"al_sim": total / rounds} if rounds else {}
         self.write_log(line | traces.figures(lambda value: accelerator.reduce(value, "sum")))
         for figure in figures:
             name = f"val/n{figure['num_stages']}_fill{figure['fill']}"

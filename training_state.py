@@ -118,12 +118,12 @@ class Progress:
     skipped_in_row: int = 0
     seconds: float = 0.0  # in training steps, validation and checkpoints not counted
     window_loss: float = 0.0  # sum of KL * tau^2
-    window_counted: int = 0  # positions in that sum
+    window_counted: float = 0.0  # positions in that sum, or the sum of their weights
     window_supervised: int = 0
-    window_agreed: int = 0
+    window_agreed: float = 0.0
     window_start: float = 0.0  # `seconds` when the window began
 
-    def add(self, loss: float, counted: int, supervised: int, agreed: int) -> None:
+    def add(self, loss: float, counted: float, supervised: int, agreed: float) -> None:
         """One step that was applied."""
         self.supervised += supervised
         self.skipped_in_row = 0
@@ -141,7 +141,7 @@ class Progress:
             "tokens_per_s": self.window_supervised / seconds if seconds else None,
         }
         self.window_loss, self.window_start = 0.0, self.seconds
-        self.window_counted = self.window_supervised = self.window_agreed = 0
+        self.window_counted, self.window_supervised, self.window_agreed = 0.0, 0, 0.0
         return means
 
 

@@ -10,9 +10,9 @@ embedding, its other slots are all the embedding of a mask token, and each draft
     drafts                        6     7     8        slot k drafts token a + k
     target                  5     6     7     8        one pass; 6, 7 and 8 are accepted as far as they agree
 
-The drafter's layers are the head's, in the style of the target's family; its logits are the target's own lm_head, frozen,
-at the draft vocabulary's rows, behind a norm of its own. The target is one stage: a generation runs on one device.
-Training runs many blocks of a text in one pass; none of them sees another.
+The drafter's layers are the head's, in the style of the target's family. Its logits come from the target's own lm_head,
+frozen, at the draft vocabulary's rows, after a norm of its own. The target is one stage: a generation runs on one
+device. Training runs many blocks of a text in one pass; none of them sees another.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from baselines.common import BaselineConfig, PlainHead
 from baselines.eagle3 import ChainExecutor
@@ -165,6 +166,31 @@ class DFlashConfig(BaselineConfig):
         super().check_target(target_config)
 
 
+# Tokens that no text has, of several families: the first one that a tokenizer knows stands for "to be drafted".
+MASK_TOKENS = ("<|mask|>", "<reponame>", "<|fim_pad|>", "<|reserved_special_token_0|>")
+
+
+def mask_token_id(tokenizer: PreTrainedTokenizerBase, token: str | None, vocab_size: int) -> int:
+    """The id of the mask token: that of a text or of a number; None: the first of `MASK_TOKENS`.
+
+    ValueError for one that the tokenizer or the target lacks, or that replies are made of.
+    """
+    known = tokenizer.get_vocab()
+    if token is None:
+        token = next((name for name in MASK_TOKENS if name in known), None)
+        if token is None:
+            raise ValueError("--mask_token is missing: name a token of the target's tokenizer that no text has")
+    mask = known.get(token, int(token) if token.isdecimal() else -1)
+    if not 0 <= mask < vocab_size:
+        raise ValueError(
+            f"--mask_token is {token!r}: neither a token of the target's tokenizer nor an id below {vocab_size}"
+        )
+    text = tokenizer.convert_ids_to_tokens(mask) if mask < len(tokenizer) else ""
+    if text and (mask in tokenizer.all_special_ids or text in str(tokenizer.chat_template)):
+        raise ValueError(f"--mask_token is {token!r}, which every reply has: name one that no text has")
+    return mask
+
+
 def new_dflash_head(config: DFlashConfig, target: Target, seed: int = 0) -> DFlashHead:
     """A drafter to train, in float32 on the target's device: random but for what starts from the target's weights."""
     with torch.random.fork_rng(devices=[]):
@@ -232,7 +258,7 @@ def packed_blocks(head: DFlashHead, target: Target, features: Tensor, blocks: Bl
         query, gate = layer.queries(normed, own_rope)
         attended = _attend(query, prefix, own, blocks, block_size, layer.self_attn.scaling)
         rows = layer.finish(rows, attended, gate)
-    return rows[0].view(count, block_size, -1)
+    return rows[0].view(count, block_size, rows.shape[-1])
 
 
 def _attend(
@@ -246,7 +272,7 @@ def _attend(
     """A block's rows see the context before its anchor, and each other: [1, H_q, A * B, D]."""
     outputs = [query[:, :, :0]]
     bounds = np.searchsorted(blocks.sequences, np.arange(len(prefix[0]) + 1))
-    for sequence, (first, last) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+    for sequence, (first, last) in enumerate(pairwise(bounds)):
         if first == last:
             continue
         part = slice(first * block_size, last * block_size)
@@ -262,9 +288,12 @@ def _attend(
 class BlockTerms:
     """What blocks are trained for (METHOD section 10.4)."""
 
-    loss: str = "kl"  # one of LOSSES; "ce": cross-entropy with the text's own tokens, which the target should have written
+    loss: str = (
+        "kl"  # one of LOSSES; "ce": cross-entropy with the text's own tokens, which the target should have written
+    )
     weights: str = "decay"  # one of WEIGHTS: by place, or by what a slot adds to the expected length
     gamma: float = 4.0  # of decay: slot k weighs exp(-(k - 1) / gamma)
+    temperature: float = 1.0  # tau of the loss
 
 
 def decay_weights(block_size: int, gamma: float) -> Tensor:
@@ -310,8 +339,8 @@ def block_loss(
     draft, rows = head.norm(outputs[slots.blocks, slots.places]), head.output_rows(target)
     weights = _slot_weights(head, draft, rows, wanted, slots, counted, terms)
     asked = hidden[slots.sequences, slots.asked]
-    settings = head.draft_token_ids, asked, wanted, LossTerms(terms.loss), weights
-    loss = rows_loss(target, draft, rows, *settings)
+    kind = LossTerms(terms.loss, terms.temperature)
+    loss = rows_loss(target, draft, rows, head.draft_token_ids, asked, wanted, kind, weights)
     if terms.weights == "dpace":
         loss = loss._replace(counted=loss.counted.new_tensor(len(blocks.anchors)))
     return as_tokens(loss, labels, attention_mask)
@@ -475,16 +504,24 @@ class DFlashDrafter:
 
 
 def dflash_decoder(
-    target: Target, head: DFlashHead, block_size: int | None = None, *, sample_drafts: bool = False, **settings: object
+    target: Target,
+    head: DFlashHead,
+    block_size: int | None = None,
+    *,
+    executor: ChainExecutor | None = None,
+    sample_drafts: bool = False,
+    compiled: bool = False,
+    **settings: object,
 ) -> Decoder:
     """A decoder that drafts blocks of `block_size` (None: as trained), their known token included.
 
-    Drafts are the drafter's argmax at any temperature; `sample_drafts` draws them from its distribution. Other settings
-    as `Decoder`. ValueError for blocks larger than the drafter was trained for. A block of 1 drafts nothing.
+    Drafts are the drafter's argmax at any temperature; `sample_drafts` draws them from its distribution. `executor`: of
+    the target, if it is to be another one; `compiled`: as for `Stage`. Other settings as `Decoder`. ValueError for
+    blocks larger than the drafter was trained for. A block of 1 drafts nothing.
     """
     size = head.config.block_size if block_size is None else block_size
     check_block_size(head.config, size)
-    executor = ChainExecutor(target, head.config.anchors)
+    executor = executor or ChainExecutor(target, head.config.anchors, compiled=compiled)
     if size == 1:
         return Decoder(executor, **settings)
     drafter = DFlashDrafter(head, target, size)

@@ -17,7 +17,7 @@ from script_utils import atomic_open, markdown_table
 
 Summary = Mapping[str, Any]  # of one run, as eval.py writes it
 PLOT = Path("docs/comparison.png")  # beside the report
-ORDER = ("autoregressive", "prompt_lookup", "eagle3", "ppsd", "spd")
+ORDER = ("autoregressive", "prompt_lookup", "eagle3", "dflash", "ppsd", "spd")
 THEORY, IDEAL = "theoretical_speedup", "ideal_speedup_vs_baseline"
 COLUMNS = {  # metric -> heading
     "alpha": "alpha",

@@ -4,6 +4,7 @@ import json
 import random
 import sys
 from collections import deque
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 import eval
 import train
 from baselines import train_baseline
+from baselines.dflash import BlockTerms, DFlashConfig, dflash_decoder
 from baselines.eagle3 import Eagle3Config, eagle3_decoder
 from baselines.ppsd import PPSDConfig, ppsd_decoder
 from baselines.prompt_lookup import PromptLookup, check_prompt_lookup
@@ -30,7 +32,7 @@ from tests.test_eval import TEMPLATE, read_rows, rows_of, summary_of
 from tests.test_train import make_tokenizer, reply, train_tiny_target, write_language
 from tests.test_verification import NEUTRAL, exact_pairs, excesses, sampled_pairs
 from tests.tiny import VOCAB, hf_greedy, random_prompt, save_target, tiny_head, tiny_model, tiny_target
-from tests.tiny_baselines import tiny_eagle3, tiny_ppsd
+from tests.tiny_baselines import tiny_dflash, tiny_eagle3, tiny_ppsd
 from timeline import DRAFT, VERIFY, Span, Timeline, stage_row
 from training_state import list_checkpoints, read_log
 
@@ -233,8 +235,8 @@ def command(work, output, method, *more):
     base = ["--method", method, "--model_name", work / "target", "--data_path", work / "data.jsonl"]
     base += ["--cache_dir", work / "cache", "--output_dir", output, "--draft_vocab_json", work / "draft.json"]
     base += ["--batch_size", 4, "--gradient_accumulation_steps", 2, "--warmup_steps", 2, "--val_fraction", 0.1]
-    base += ["--max_length", 64]
-    base += ["--log_interval", 1, "--num_stages", 2] if method == "ppsd" else ["--log_interval", 1]
+    base += ["--max_length", 64, "--log_interval", 1]
+    base += {"ppsd": ["--num_stages", 2], "dflash": ["--num_taps", 1, "--mask_token", 40]}.get(method, [])
     return [str(item) for item in [*base, *more]]
 
 
@@ -242,12 +244,16 @@ def train_it(work, output, method, *more):
     return train_baseline.main(train_baseline.build_parser().parse_args(command(work, output, method, *more)))
 
 
-CONFIGS = {"eagle3": Eagle3Config, "ppsd": PPSDConfig}
+CONFIGS = {"eagle3": Eagle3Config, "ppsd": PPSDConfig, "dflash": DFlashConfig}
 
 
 @pytest.mark.parametrize(
     ("method", "more", "least"),  # guessing: 0.08
-    [("eagle3", ["--unroll_steps", 3, "--max_steps", 100], 0.7), ("ppsd", ["--max_steps", 60], 0.8)],
+    [
+        ("eagle3", ["--unroll_steps", 3, "--max_steps", 100], 0.7),
+        ("ppsd", ["--max_steps", 60], 0.8),
+        ("dflash", ["--block_size", 4, "--max_steps", 60, "--lr", 2e-2], 0.7),
+    ],
 )
 def test_drafters_learn_a_language_and_decode_it(work, tmp_path, method, more, least):
     """Guards each method as a whole: a drafter soon speaks most of the language that the target has learned, in
@@ -260,7 +266,12 @@ def test_drafters_learn_a_language_and_decode_it(work, tmp_path, method, more, l
 
     target = Target.load(str(work / "target"))
     head = load_head(tmp_path, target, CONFIGS[method])
-    decoder = eagle3_decoder(target, head, 3) if method == "eagle3" else ppsd_decoder(target, head, (2, 2))
+    decoders = {
+        "eagle3": lambda: eagle3_decoder(target, head, 3),
+        "ppsd": lambda: ppsd_decoder(target, head, (2, 2)),
+        "dflash": lambda: dflash_decoder(target, head),
+    }
+    decoder = decoders[method]()
     accepted = verified = 0
     for stride, start in ((1, 0), (2, 7), (5, 11)):
         turn = [{"role": "user", "content": f"s{stride} {start}"}]
@@ -287,20 +298,46 @@ def test_resume_is_exact_and_settings_are_checked(work, tmp_path, method, capsys
     )
     for name, weight in whole.items():
         assert torch.equal(weight, parts[name]), name
-    if method == "eagle3":
-        with pytest.raises(ValueError, match="a run with --unroll_steps 7, this one has 3"):
-            train_it(work, tmp_path / "other", method, "--unroll_steps", 3, "--resume_from", kept[0])
+    changed = {"eagle3": ("--unroll_steps", 7, 3), "dflash": ("--num_anchors", 64, 3)}
+    if method in changed:
+        flag, ours, theirs = changed[method]
+        with pytest.raises(ValueError, match=f"a run with {flag} {ours}, this one has {theirs}"):
+            train_it(work, tmp_path / "other", method, flag, theirs, "--resume_from", kept[0])
+
+
+def test_draft_opd_resumes_exactly(work, tmp_path):
+    """Guards the run as a whole: texts are decoded in every step, validation stays on the held-out text, a run that was
+    stopped goes on with the same texts, and not with other ones."""
+    assert train_it(work, tmp_path / "sft", "dflash", "--block_size", 4, "--max_steps", 2) == 0
+    settings = ["--opd", "--init_head", tmp_path / "sft", "--block_size", 4, "--max_steps", 2, "--opd_tokens", 8]
+    settings += ["--opd_temperature", 1.0, "--save_interval", 1]
+    assert train_it(work, tmp_path / "opd", "dflash", *settings) == 0
+    record = json.loads((tmp_path / "opd" / "run.json").read_text())
+    assert 2 * 8 <= record["supervised_tokens"] <= 2 * 8 * 8
+    assert read_log(tmp_path / "opd" / "log.jsonl")[-1]["al_sim"] >= 1
+    whole = torch.load(tmp_path / "opd" / CHECKPOINT_NAME, weights_only=True)["state_dict"]
+    (tmp_path / "opd" / CHECKPOINT_NAME).unlink()
+    for file in list_checkpoints(tmp_path / "opd")[1].iterdir():
+        file.unlink()
+    assert train_it(work, tmp_path / "opd", "dflash", *settings, "--resume_from", "auto") == 0
+    again = torch.load(tmp_path / "opd" / CHECKPOINT_NAME, weights_only=True)["state_dict"]
+    start = torch.load(tmp_path / "sft" / CHECKPOINT_NAME, weights_only=True)["state_dict"]
+    for name, weight in whole.items():
+        assert torch.equal(weight, again[name]), name
+        assert not torch.equal(weight, start[name]), name
+    with pytest.raises(ValueError, match="a run with --opd_tokens 8, this one has 9"):
+        train_it(work, tmp_path / "opd", "dflash", *settings, "--opd_tokens", 9, "--resume_from", "auto")
 
 
 def test_all_drafters_meet_the_same_tokens(work, tmp_path):
-    """Guards the comparison: with the same seed and steps a speculation head and both baselines see the same text."""
+    """Guards the comparison: with the same seed and steps a speculation head and all baselines see the same text."""
     orders = {}
     original = train.Trainer.load
 
-    def load(self, part, rows):
+    def load(self, part, rows, number=None):
         if part == "train":
             orders.setdefault(type(self.head).__name__, []).append(rows.tolist())
-        return original(self, part, rows)
+        return original(self, part, rows, number)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train.Trainer, "load", load)
@@ -308,7 +345,7 @@ def test_all_drafters_meet_the_same_tokens(work, tmp_path):
             assert train_it(work, tmp_path / method, method, "--max_steps", 2) == 0
         flags = command(work, tmp_path / "spd", "ppsd", "--max_steps", 2)[2:]  # without --method ppsd
         assert train.main(train.build_parser().parse_args(flags)) == 0
-    assert len(orders) == 3
+    assert len(orders) == 4
     first, *others = orders.values()
     assert len(first) == 4
     assert all(other == first for other in others)
@@ -320,14 +357,21 @@ def test_all_drafters_meet_the_same_tokens(work, tmp_path):
 def test_every_weight_gets_a_gradient(method):
     """Guards against a part of a drafter that never learns, or that several processes would wait for."""
     target = tiny_target("llama")
-    head = (tiny_eagle3(target) if method == "eagle3" else tiny_ppsd(target, (2, 2))).train().requires_grad_(True)
+    heads = {
+        "eagle3": tiny_eagle3,
+        "ppsd": partial(tiny_ppsd, sizes=(2, 2)),
+        "dflash": partial(tiny_dflash, taps=1, learned_mask=True, train_lm_head=True),
+    }
+    head = heads[method](target).train().requires_grad_(True)
     ids = torch.tensor([random_prompt(9)])
     features, hidden = train.teacher_features(target, ids, torch.ones_like(ids), head.config.anchors)
     teacher = {"features": features, "hidden": hidden, "labels": ids, "attention_mask": torch.ones_like(ids)}
-    if method == "eagle3":
-        loss = train_baseline.Eagle3Loss(head, target, steps=3, decay=0.8)
-    else:
-        loss = train.HeadLoss(head, target)
+    losses = {
+        "eagle3": partial(train_baseline.Eagle3Loss, steps=3, decay=0.8),
+        "ppsd": train.HeadLoss,
+        "dflash": partial(train_baseline.DFlashLoss, terms=BlockTerms(), num_anchors=3, seed=0),
+    }
+    loss = losses[method](head, target)
     loss(teacher, head.config.split(4), 1).total.backward()
     assert [name for name, weight in head.named_parameters() if weight.grad is None or not weight.grad.any()] == []
 
@@ -342,6 +386,16 @@ def test_every_weight_gets_a_gradient(method):
         ("ppsd", ["--num_stages", "1"], "num_stages is 1: PPSD drafts while"),
         ("ppsd", ["--stage_layers", "1;2"], "sums to 3"),
         ("eagle3", ["--attn_implementation", "flex_attention"], "invalid choice"),
+        ("eagle3", ["--num_taps", "5"], "--num_taps belongs to --method dflash: leave it out with eagle3"),
+        ("dflash", ["--num_taps", "5"], "--num_taps is 5: so many need a target of 8 layers, and this one has 4"),
+        ("dflash", ["--mask_token", "assistant"], "--mask_token is 'assistant', which every reply has"),
+        ("dflash", ["--mask_token", "61"], "--mask_token is '61': neither a token of the target's tokenizer nor an id"),
+        ("dflash", ["--block_size", "1"], "'1' is not an integer at least 2"),
+        ("dflash", ["--gamma", "5", "--slot_weights", "dpace"], "--gamma belongs to --slot_weights decay"),
+        ("dflash", ["--opd_tokens", "9"], "--opd_tokens needs --opd"),
+        ("dflash", ["--opd"], "--opd needs --init_head"),
+        ("dflash", ["--opd", "--init_head", "x", "--feature_cache", "y"], "--feature_cache cannot go with --opd"),
+        ("dflash", ["--opd", "--init_head", "x", "--loss", "ce"], "--loss does not belong to --opd"),
         ("medusa", [], "invalid choice"),
     ],
 )
@@ -369,6 +423,7 @@ def files(tmp_path_factory):
     target = Target.load(str(folder / "target"))
     save_head(tiny_eagle3(target), folder / "eagle3.pt")
     save_head(tiny_ppsd(target, (2, 2)), folder / "ppsd.pt")
+    save_head(tiny_dflash(target, taps=1), folder / "dflash.pt")
     save_head(tiny_head(target, (2, 2)), folder / "spd.pt")
     (folder / "data" / "first").mkdir(parents=True)
     lines = [
@@ -387,6 +442,7 @@ def evaluate(files, output, *flags):
 
 CASES = [  # method, flags, files' name, label, devices
     ("eagle3", ["--num_steps", 3], "eagle3__target__eagle3_m3_T0", "EAGLE-3 eagle3, m = 3, T = 0", 1),
+    ("dflash", ["--block_size", 3], "dflash__target__dflash_B3_T0", "DFlash dflash, B = 3, T = 0", 1),
     ("ppsd", [], "ppsd__target__ppsd_n2_T0", "PPSD ppsd, n = 2, T = 0", 2),
     ("autoregressive", [], "target__autoregressive_T0", "autoregressive, T = 0", 1),
     ("prompt_lookup", [], "target__prompt_lookup_m10_T0", "prompt lookup, m = 10, T = 0", 1),
@@ -453,6 +509,12 @@ def test_several_chains_are_several_runs_and_resume(files, tmp_path, monkeypatch
         (["--method", "prompt_lookup", "--num_steps", 3], "--num_steps belongs to --method eagle3"),
         (["--method", "prompt_lookup", "--prompt_lookup_num_tokens", 0], "must be at least 1"),
         (["--method", "eagle3", "--spec_head_ckpt", "eagle3.pt", "--num_steps", 0], "must be at least 1"),
+        (
+            ["--method", "eagle3", "--spec_head_ckpt", "eagle3.pt", "--block_size", 4],
+            "--block_size belongs to --method",
+        ),
+        (["--method", "dflash", "--spec_head_ckpt", "dflash.pt", "--block_size", 5], "was trained for 1 to 4"),
+        (["--method", "dflash", "--spec_head_ckpt", "dflash.pt", "--block_size", 1], "--block_size is 1: a block has"),
     ],
 )
 def test_bad_method_flags_are_refused(files, tmp_path, monkeypatch, flags, complaint):

@@ -33,7 +33,7 @@ def tiny_dflash(
     shape = {"num_stages": 1, "num_spec_layers": layers, "aggr_feature_bound": dflash_anchors(target.num_layers, taps)}
     head = _tiny(DFlashConfig, target, draft_vocab, block_size=block_size, mask_token_id=3, **shape, **fields)
     with torch.no_grad():
-        for name, weight in head.named_parameters():
+        for weight in head.parameters():
             if weight.ndim == 1:
                 weight.add_(torch.randn_like(weight) * 0.2)
     return head

@@ -42,6 +42,16 @@ class HeadLoss(nn.Module):
     ) -> TrainingLoss:
         return training_loss(self.head, self.target, **teacher, stage_sizes=stage_sizes, fill=fill, **self.settings)
 
+    def texts(
+        self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor, micro_batch: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What to train on in the place of a micro-batch's examples: likewise, right-padded [B, S] each."""
+        return input_ids, labels, attention_mask
+
+    def simulated_lengths(self, teacher: dict[str, Tensor]) -> Tensor:
+        """Tokens that rounds of block drafts would emit on held-out texts, and the number of rounds: [2]."""
+        return torch.zeros(2, device=self.target.device)
+
     def touching_all(self, loss: TrainingLoss) -> TrainingLoss:
         """The loss with a gradient, if zero, for every projection.
 

@@ -342,13 +342,19 @@ function timesOf(cycle, row) {
   return element("div", { class: "times" }, ...lines);
 }
 
+function whyEmpty(cycle, row) {
+  if (row === verdictRow()) return "No verdict: nothing that counts has left the last stage.";
+  if (row === 0) return "No draft: the text ends before its position.";
+  const ran = state.run.seconds.stages[row - 1][cycle] > 0;
+  return ran ? "Idle: it still ran what had been flushed, for nothing." : "Idle: no token here.";
+}
+
 function showDetails(cycle, row) {
   const { text, parent, probability, fate } = state.run.tokens;
   const tokens = tokensAt(cycle, row);
   const parts = [element("h3", {}, `Cycle ${cycle}, ${rowName(row)}`)];
   if (!tokens.length) {
-    const why = row === verdictRow() ? "No verdict: nothing has left the last stage." : "Idle: no token here.";
-    parts.push(element("p", {}, why));
+    parts.push(element("p", {}, whyEmpty(cycle, row)));
   }
   if (tokens.length) parts.push(element("p", {}, origin(tokens[0])));
   for (const number of tokens) {

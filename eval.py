@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from chat_template import add_template_flags
 from evaluation_data import digest_prompts
-from evaluation_files import RowLog, read_summaries
+from evaluation_files import RowLog, read_runs, read_summaries
 from evaluation_methods import METHODS
 from evaluation_metrics import (
     Key,
@@ -44,6 +44,7 @@ from script_utils import (
     Switch,
     add_dtype_argument,
     atomic_open,
+    check_output_file,
     lock_folder,
     quiet_libraries,
     run_record,
@@ -51,6 +52,7 @@ from script_utils import (
     write_json,
 )
 from target_files import QUANTIZATIONS
+from viewer.summary import write_summary_page
 
 
 def build_parser() -> Parser:
@@ -98,6 +100,7 @@ def build_parser() -> Parser:
     run.add_argument("--output_dir", type=Path, default=Path("eval_output"), help="folder of raw/ and summary/")
     run.add_argument("--gpus", nargs="+", default=["auto"], help="a process each: 0 1 2, or cpu; auto: GPU 0, or cpu")
     run.add_argument("--profile_timing", action=Switch, default=False, help="print where each run's time went")
+    run.add_argument("--html", metavar="FILE", help="write a page of all runs of the output folder and their answers")
     run.add_argument("--resume", action="store_true", help="go on with the runs in the output folder")
     return parser
 
@@ -165,6 +168,9 @@ class Evaluation:
             if planned.settings["dtype"] == "float32" and planned.settings.get("verify_drafts", True):
                 differing += len(summary["first_differences"])
         print(f"\nTable: {self.plan.runs[0].files.table}")
+        if self.args.html:
+            runs = read_runs(self.args.output_dir, self.plan.runs[0].files.prefix)
+            write_summary_page(self.args.html, self.args.output_dir.resolve().name, runs)
         if failed:
             print(f"{failed} samples failed: their errors are in the rows, --resume tries them again", file=sys.stderr)
         if differing:
@@ -225,6 +231,7 @@ def lock_baselines(args: argparse.Namespace, plan: Plan) -> Iterator[None]:
 def main(args: argparse.Namespace) -> int:
     """Exit code as `Evaluation.run`."""
     quiet_libraries()
+    check_output_file("--html", args.html)
     planner = Planner(args)
     with lock_folder("--output_dir", args.output_dir):
         plan = planner.plan()

@@ -222,9 +222,12 @@ class RunFiles:
         return self.output_dir / "summary" / f"{self.prefix}__table.md"
 
 
-def read_summaries(output_dir: Path, prefix: str = PREFIX) -> list[dict[str, Any]]:
-    """Every summary with this prefix in an output folder, by name. ValueError names one that is none."""
-    summaries = []
+def read_runs(output_dir: Path, prefix: str = PREFIX) -> list[tuple[RunFiles, dict[str, Any]]]:
+    """The files and the summary of every run with this prefix in an output folder, by name.
+
+    ValueError names a summary that is none.
+    """
+    runs = []
     for path in sorted((output_dir / "summary").glob(f"{prefix}__*__summary.json")):
         try:
             summary = json.loads(path.read_text(encoding="utf-8"))
@@ -232,8 +235,14 @@ def read_summaries(output_dir: Path, prefix: str = PREFIX) -> list[dict[str, Any
                 raise TypeError
         except (OSError, ValueError, KeyError, TypeError):
             raise ValueError(f"{str(path)!r} is no summary of an evaluation: move it away") from None
-        summaries.append(summary)
-    return summaries
+        name = path.name.removeprefix(f"{prefix}__").removesuffix("__summary.json")
+        runs.append((RunFiles(output_dir, name, prefix), summary))
+    return runs
+
+
+def read_summaries(output_dir: Path, prefix: str = PREFIX) -> list[dict[str, Any]]:
+    """The summaries of `read_runs`."""
+    return [summary for _, summary in read_runs(output_dir, prefix)]
 
 
 def baseline_cache(folder: Path, settings: Mapping[str, Any]) -> RowLog:

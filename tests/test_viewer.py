@@ -13,8 +13,13 @@ from collections import Counter, deque
 
 import pytest
 
+import eval as evaluation
+from evaluation_files import RunFiles, read_runs
+from evaluation_metrics import summarise
 from pipeline_inference import Decoder, LocalExecutor, TokenTree, build_parser, check_arguments, main
 from pipeline_model import Target, save_head
+from script_utils import write_json
+from tests.test_metrics import COSTS, hand_made_rows
 from tests.tiny import (
     ScriptedDrafter,
     hf_greedy,
@@ -27,6 +32,7 @@ from tests.tiny import (
 )
 from viewer.page import Setting, as_json, page, run_of
 from viewer.recording import Fate, Token, set_fates, staircase, tokens_of
+from viewer.summary import write_summary_page
 
 SIZES = (1, 2, 1)
 COUNT = 24
@@ -254,6 +260,10 @@ document.body.append(Object.assign(document.createElement("output"), { id: "repo
 """
 
 
+def stepping(steps):
+    return DRIVER.replace("STEPS", str(steps))
+
+
 @pytest.fixture(scope="module")
 def browse(tmp_path_factory):
     """Opens a page in headless Chromium: its document when its scripts have run, and what it wrote to the console."""
@@ -274,9 +284,8 @@ def browse(tmp_path_factory):
     return browse
 
 
-def driven(text, steps):
-    """The page with the driver at its end; the policy knows the driver, too."""
-    script = DRIVER.replace("STEPS", str(steps))
+def driven(text, script):
+    """The page with a driver at its end; the policy knows the driver, too."""
     digest = b64encode(hashlib.sha256(script.encode()).digest()).decode()
     assert text.count("script-src ") == 1
     return text.replace("script-src ", f"script-src 'sha256-{digest}' ").replace(
@@ -304,7 +313,9 @@ def test_stepping_through_a_run_shows_its_counts(browse, width, lag, screen):
     """Guards against a page that draws other tokens than the run had, loses its keys, or is wider than the screen."""
     both = generations(width, lag)
     result, recorder = both["pipeline"].result, both["pipeline"].recorder
-    document, console = browse(driven(page(SETTING, [run_of("x", both, SETTING, Words())]), result.cycles), screen)
+    document, console = browse(
+        driven(page(SETTING, [run_of("x", both, SETTING, Words())]), stepping(result.cycles)), screen
+    )
     assert console == []
     report = reported(document)
     assert report["errors"] == []
@@ -336,9 +347,94 @@ def test_thousands_of_cycles_draw_what_is_in_sight(browse):
     for name, values in short["seconds"].items():
         short["seconds"][name] = [each * times for each in values] if name == "stages" else values * times
     cycles = len(short["cells"])
-    document, console = browse(driven(page(SETTING, [short]), 60))
+    document, console = browse(driven(page(SETTING, [short]), stepping(60)))
     report = reported(document)
     assert console == report["errors"] == []
     assert cycles >= 2000
     assert report["drawn"] < 40
     assert (report["end"], report["last"]) == (f"cycle 60 of {cycles - 1}", f"cycle {cycles - 1} of {cycles - 1}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The page of an evaluation
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def evaluated(folder):
+    """Two runs of an evaluation with hand-made rows, in an output folder; their names are dangerous."""
+    settings = {"target": "t", "dtype": "float32", "device": "cpu", "placement": "one process", "max_new_tokens": 40}
+    for name, worse in (("one", 0), ("two", 1)):
+        files = RunFiles(folder, name)
+        rows = hand_made_rows()[worse:]
+        for row in rows:
+            row["text"] = HOSTILE
+            files.rows.append(row, {"settings": {}})
+        write_json(files.summary, summarise(rows, settings | {"label": f"{name} {HOSTILE}"}, COSTS, 5))
+    return read_runs(folder)
+
+
+# Sorts the runs by alpha downwards, and opens an answer by its link.
+SUMMARY_DRIVER = """
+const order = () => [...document.querySelectorAll("#runs tbody tr")].map((row) => row.cells[0].textContent.slice(0, 3));
+const report = { first: order() };
+const alpha = () => document.querySelectorAll("#runs th button")[2];
+alpha().click();
+report.upwards = order();
+alpha().click();
+report.downwards = order();
+report.sorted = alpha().parentElement.getAttribute("aria-sort");
+location.hash = document.querySelector("#prompts tbody a").getAttribute("href").replace("run-0", "run-1");
+window.addEventListener("hashchange", () => {
+  report.title = document.getElementById("answer-title").textContent;
+  report.text = document.getElementById("text").textContent;
+  report.runs = document.querySelectorAll("#accepted-runs rect").length;
+  report.prompts = document.querySelectorAll("#prompts tbody tr").length;
+  document.body.append(Object.assign(document.createElement("output"), { textContent:
+    "REPORT" + btoa(unescape(encodeURIComponent(JSON.stringify(report)))) + "END" }));
+});
+"""
+
+
+def test_the_page_of_an_evaluation(browse, tmp_path, capsys):
+    """Guards against runs and answers that are not in the page, cannot be sorted or opened, or run as code."""
+    runs = evaluated(tmp_path / "out")
+    write_summary_page(tmp_path / "page.html", HOSTILE, runs)
+    assert capsys.readouterr().out.endswith(f"Page written to {tmp_path / 'page.html'}: open it in a browser\n")
+    document, console = browse(driven((tmp_path / "page.html").read_text(), SUMMARY_DRIVER))
+    assert console == []
+    assert "<img src=x" not in document
+    alphas = [summary["overall"]["alpha_pooled"] for _, summary in runs]
+    assert alphas[0] != alphas[1]
+    upwards = ["one", "two"] if alphas[0] < alphas[1] else ["two", "one"]
+    assert reported(document) == {
+        "first": ["one", "two"],
+        "upwards": upwards,
+        "downwards": upwards[::-1],
+        "sorted": "descending",
+        "title": "a, question 2",
+        "text": HOSTILE,
+        "runs": len(hand_made_rows()[1]["accepted_runs"]),
+        "prompts": 3,
+    }
+
+
+def test_an_evaluation_writes_its_page(flags, tmp_path, capsys):
+    """Guards against a page without the runs that were in the folder before, and one that is refused at the end."""
+    arguments = [*flags[:2], *flags[4:], "--gpus", "cpu", "--max_new_tokens", "3", "--prompts_per_dataset", "2"]
+    (tmp_path / "data" / "demo").mkdir(parents=True)
+    questions = [json.dumps({"question_id": number, "category": "x", "turns": ["w5 w6"]}) for number in (1, 2)]
+    (tmp_path / "data" / "demo" / "question.jsonl").write_text("\n".join(questions))
+    arguments += ["--data_dir", str(tmp_path / "data"), "--datasets", "demo", "--output_dir", str(tmp_path / "out")]
+    path = tmp_path / "page.html"
+    for width in ("1", "2"):
+        args = evaluation.build_parser().parse_args([*arguments, "--draft_top_k", width, "--html", str(path)])
+        assert evaluation.main(args) == 0
+    [data] = re.findall(r'id="data">(.*?)</script>', path.read_text(), re.DOTALL)
+    shown = json.loads(data)["runs"]
+    assert [run["label"].split(", ")[-2] for run in shown] == ["W = 1", "W = 2"]
+    assert all(run["plots"].startswith("data:image/png;base64,iVBOR") for run in shown)
+    assert [prompt["question"] for prompt in shown[0]["prompts"]] == ["w5 w6"] * 2
+    args = evaluation.build_parser().parse_args([*arguments, "--html", str(tmp_path / "missing" / "x.html")])
+    (tmp_path / "missing").write_text("a file")
+    with pytest.raises(ValueError, match=r"--html '.*' cannot be written"):
+        evaluation.main(args)

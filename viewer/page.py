@@ -1,4 +1,4 @@
-"""One self-contained HTML page of recorded runs: a template, its style and script, and the runs as JSON.
+"""One self-contained HTML page of recorded runs: a template, its style and scripts, and the runs as JSON.
 
 The page loads nothing and its policy lets no script run but its own, so that a model's text is never more than text.
 """
@@ -160,13 +160,20 @@ def as_json(value: Any) -> str:
 
 
 def page(setting: Setting, runs: Sequence[Run]) -> str:
-    """The whole page."""
-    style, script = ((FOLDER / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    """The page of recorded runs."""
+    return render("page", setting.title, {"title": setting.title, "facts": setting.facts, "runs": runs})
+
+
+def render(name: str, title: str, data: Mapping[str, Any]) -> str:
+    """A whole page from its template and script, the style and helpers that all pages share, and its data."""
+    template, style, *scripts = (
+        (FOLDER / file).read_text(encoding="utf-8") for file in (f"{name}.html", "page.css", "common.js", f"{name}.js")
+    )
+    script = "".join(scripts)
     digest = b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    data: Mapping[str, Any] = {"title": setting.title, "facts": setting.facts, "runs": runs}
-    return Template((FOLDER / "page.html").read_text(encoding="utf-8")).substitute(
-        policy=f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'",
-        title=html.escape(setting.title),
+    return Template(template).substitute(
+        policy=f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'",
+        title=html.escape(title),
         style=style,
         script=script,
         data=as_json(data),
@@ -174,7 +181,12 @@ def page(setting: Setting, runs: Sequence[Run]) -> str:
 
 
 def write_page(path: str | Path, setting: Setting, runs: Sequence[Run]) -> None:
-    """Write the page, atomically, and say so."""
+    """Write the page of recorded runs, atomically, and say so."""
+    write(path, page(setting, runs))
+
+
+def write(path: str | Path, text: str) -> None:
+    """Write a page, atomically, and say so."""
     with atomic_open(path) as file:
-        file.write(page(setting, runs))
+        file.write(text)
     print(f"\nPage written to {path}: open it in a browser", flush=True)

@@ -144,9 +144,9 @@ class Verdict(NamedTuple):
     accepted: int | None  # index of the candidate that has it; None: the target's own correction
 
 
-def acceptance_probability(p: Tensor, q: Tensor, token: int) -> float:
-    """Probability that a draft sampled from q is kept: min(1, p/q). p and q are distributions [V]."""
-    return min(1.0, float(p[token]) / max(float(q[token]), torch.finfo(torch.float32).tiny))
+def acceptance_probability(p: float, q: float) -> float:
+    """Probability that a draft is kept which the target draws with probability p, the drafter with q: min(1, p/q)."""
+    return min(1.0, p / max(q, torch.finfo(torch.float32).tiny))
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
     """
     excess = (p - q).clamp_(min=0)
     total = excess.sum()
-    return excess / total if total > 0 else p
+    return torch.where(total > 0, excess / total, p)  # chosen on the device: the host need not know
 
 
 def verify(
@@ -176,8 +176,9 @@ def verify(
         token = sampling.draw(logits, generator)
         return Verdict(token, candidates.index(token) if token in candidates else None)
     p, token = sampling.probabilities(logits), candidates[0]
-    uniform = float(torch.rand((), generator=generator, device=logits.device))
-    if uniform < acceptance_probability(p, q, token):
+    uniform = torch.rand((), generator=generator, device=logits.device)
+    uniform, *kept = torch.stack([uniform, p[token], q[token]]).tolist()  # to the host in one copy
+    if uniform < acceptance_probability(*kept):
         return Verdict(token, 0)
     return Verdict(int(draw(residual(p, q), generator)), None)
 
@@ -413,6 +414,7 @@ class LocalExecutor:
         self.stages = target.partition(stage_sizes, compiled=compiled)
         self._inputs: list[tuple[NodeBatch, Tensor] | None] = []  # what each stage runs next, [w, H]
         self._board = NodeBoard(self.device, target.window)
+        self._copies = HostCopies(self.device)
         self._timeline: Timeline | None = None
 
     def start(self, prompt: Sequence[int], root: int, plan: CachePlan, timeline: Timeline) -> PromptOutput:
@@ -459,15 +461,18 @@ class LocalExecutor:
         return captured, completed
 
     def roll_back(self, dead: set[int]) -> None:
+        kept: dict[int, list[int]] = {}  # by stage: rows that stay, where others do not
         for index, item in enumerate(self._inputs):
             if item is None:
                 continue
-            batch, hidden = item
-            rows = [row for row, node in enumerate(batch.ids) if node not in dead]
+            rows = [row for row, node in enumerate(item[0].ids) if node not in dead]
             if not rows:
                 self._inputs[index] = None
-            elif len(rows) < len(batch.ids):
-                self._inputs[index] = batch.keep(rows), hidden[torch.tensor(rows, device=self.device)]
+            elif len(rows) < len(item[0].ids):
+                kept[index] = rows
+        for (index, rows), at_rows in zip(kept.items(), self._copies.copy_each(kept.values()), strict=True):
+            batch, hidden = self._inputs[index]
+            self._inputs[index] = batch.keep(rows, at_rows), hidden.index_select(0, at_rows)
 
     def finish(self) -> None:
         """The times are in the timeline already."""
@@ -569,8 +574,7 @@ class SPDDrafter:
         ancestors = _ancestors(nodes) if branched else []
         # All that the device has to know of this cycle, in one copy.
         lists = [entered, ids, positions, *changed.values(), ancestors]
-        numbers = self._copies.copy(list(itertools.chain.from_iterable(lists)))
-        at_entered, at_rows, at_positions, *at_changed, seen = numbers.split([len(numbers) for numbers in lists])
+        at_entered, at_rows, at_positions, *at_changed, seen = self._copies.copy_each(lists)
         if entered:
             self._anchor_features[0].index_copy_(0, at_entered, h0)
         for kind, at_kind in zip(changed, at_changed, strict=True):
@@ -878,7 +882,6 @@ class Generation:
         self._due: dict[Node, tuple[Logits, int]] = {}  # completed nodes, and where their logits are: to verify with
         self._generator = torch.Generator(decoder.executor.device).manual_seed(decoder.seed)
         self._q: Tensor | None = None  # [nodes, V_d] what each in-flight draft was sampled from
-        self._frontier_scores: tuple[list[Node], Tensor | None] = [], None  # of the last draft of a tree
         self.timeline = Timeline(decoder.executor.device, keep_spans=decoder.keep_trace)
         self._events = self._run()
         self.recorder = Recorder() if decoder.keep_trace else None
@@ -1011,24 +1014,17 @@ class Generation:
 
     def _draft_best(self, logits: Tensor) -> list[Node]:
         """The W best continuations of all frontier nodes, by summed log-probability. logits [F, V_d]."""
-        frontier, fill, width = self.tree.frontier, self.tree.fill, self._settings.draft_top_k
+        fill, width = self.tree.fill, self._settings.draft_top_k
         best = logits.log_softmax(dim=-1).topk(min(width, logits.shape[-1]), dim=-1)
-        totals = (best.values + self._scores(frontier, logits.device)[:, None]).flatten()
-        chosen = totals.topk(min(width, len(totals)))
-        tokens = self._target_ids(best.indices.flatten()[chosen.indices])
-        parents = chosen.indices // best.indices.shape[1]
         # To the host in one copy: a double holds every token id, and every float32, exactly.
-        rows = torch.stack([tokens.double(), parents.double(), chosen.values.double()], dim=1).tolist()
-        drafted = [self.tree.new_node(int(token), frontier[int(parent)], score, fill) for token, parent, score in rows]
-        self._frontier_scores = drafted, chosen.values
-        return drafted
-
-    def _scores(self, frontier: list[Node], device: torch.device) -> Tensor:
-        """Summed log-probabilities of the frontier nodes, [F]: on the device already, unless some of them have died."""
-        nodes, scores = self._frontier_scores
-        if len(nodes) == len(frontier) and all(map(operator.is_, nodes, frontier)):
-            return scores
-        return torch.tensor([node.score for node in frontier], device=device)
+        tokens, values = torch.stack([self._target_ids(best.indices).double(), best.values.double()]).tolist()
+        continuations = [
+            (parent.score + value, int(token), parent)
+            for parent, *row in zip(self.tree.frontier, tokens, values, strict=True)
+            for token, value in zip(*row, strict=True)
+        ]
+        chosen = heapq.nlargest(width, continuations, key=operator.itemgetter(0))
+        return [self.tree.new_node(token, parent, score, fill) for score, token, parent in chosen]
 
     def _target_ids(self, draft_ids: Tensor) -> Tensor:
         """The target's ids of draft ids, on their device: only the result has to reach the host."""

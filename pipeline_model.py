@@ -30,7 +30,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache, cached_property, lru_cache, partial
-from itertools import groupby, pairwise
+from itertools import chain, groupby, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -437,11 +437,10 @@ class NodeBatch(NamedTuple):
     def slots(self) -> Tensor:
         return self.rows[:, 3]
 
-    def keep(self, rows: list[int]) -> NodeBatch:
-        """The batch with only the given rows."""
-        index = torch.tensor(rows, device=self.rows.device)
-        masks = (None if mask is None else mask[index] for mask in (self.mask, self.window_mask))
-        return NodeBatch(self.position, tuple(self.ids[row] for row in rows), self.rows[index], *masks)
+    def keep(self, rows: Sequence[int], at_rows: Tensor) -> NodeBatch:
+        """The batch with only the given rows, which the device has in `at_rows`."""
+        masks = (None if mask is None else mask[at_rows] for mask in (self.mask, self.window_mask))
+        return NodeBatch(self.position, tuple(self.ids[row] for row in rows), self.rows[at_rows], *masks)
 
     @property
     def masks(self) -> Masks:
@@ -500,6 +499,13 @@ class HostCopies:
         """The numbers, int64, in new memory on the device."""
         tensor = torch.from_numpy(np.array(numbers, dtype=np.int64))  # several times as fast as torch.tensor
         return tensor if self._device.type != "cuda" else self._through_pinned(tensor)
+
+    def copy_each(self, lists: Iterable[Sequence[int]]) -> Sequence[Tensor]:
+        """Several lists, each as a tensor, in one copy; nothing is copied where there are none."""
+        lists = list(lists)
+        if not lists:
+            return ()
+        return self.copy(list(chain.from_iterable(lists))).split([len(numbers) for numbers in lists])
 
     def _through_pinned(self, tensor: Tensor) -> Tensor:
         place = self._next = (self._next + 1) % self.RING

@@ -19,7 +19,7 @@ from distributed_inference.links import Link
 from distributed_inference.messages import Batch, Kind, Start
 from distributed_inference.stages import SPAN_FIELDS, Setup, prompt_chunks, reported_spans
 from pipeline_inference import Captured, Completed, Logits, Node, PromptOutput
-from pipeline_model import CachePlan, NodeBoard, Stage, Target
+from pipeline_model import CachePlan, HostCopies, NodeBoard, Stage, Target
 from timeline import WAIT, Timeline, stage_row
 
 
@@ -64,6 +64,10 @@ class _Flight:
         self.nodes = nodes  # [w] the ids again, on the device
         self.alive = list(range(len(ids)))  # rows whose nodes nobody has rolled back
 
+    @property
+    def is_partly_alive(self) -> bool:
+        return 0 < len(self.alive) < len(self.ids)
+
     def roll_back(self, dead: set[int]) -> None:
         self.alive = [row for row in self.alive if self.ids[row] not in dead]
 
@@ -91,6 +95,7 @@ class RemoteExecutor:
         self._last = len(self.stage_sizes) - 1
         self._captured_by = [self._setup.captured_by(stage, self.anchors) for stage in range(len(self.stage_sizes))]
         self._lane = _Lane(self.device) if verify_lag else None
+        self._copies = HostCopies(self.device)
         self._flights: deque[_Flight | None] = deque()  # by stage: what is there in this cycle
         self._arrivals: list[_Arrival] = []  # of the last finished cycle
         self._own_anchors: list[Tensor] = []  # of stage 0 in this cycle, where it is here
@@ -179,14 +184,16 @@ class RemoteExecutor:
     def _captured(self, arrivals: Sequence[_Arrival]) -> Iterator[Captured]:
         """Anchors of one cycle."""
         self._settle(arrivals)
+        partly_alive = [arrival.flight.alive for arrival in arrivals if arrival.flight.is_partly_alive]
+        at_alive = iter(self._copies.copy_each(partly_alive))
         for arrival in arrivals:
             flight = arrival.flight
             captured = zip(self._captured_by[arrival.stage], arrival.anchors, strict=True)
-            if len(flight.alive) == len(flight.ids):
-                yield Captured(flight.nodes, dict(captured))
-            elif flight.alive:
-                alive = torch.tensor(flight.alive, device=self.device)
+            if flight.is_partly_alive:
+                alive = next(at_alive)
                 yield Captured(flight.nodes[alive], {b: hidden[alive] for b, hidden in captured})
+            elif flight.alive:
+                yield Captured(flight.nodes, dict(captured))
 
     def roll_back(self, dead: set[int]) -> None:
         for flight in self._flights:

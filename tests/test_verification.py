@@ -98,7 +98,7 @@ def emitted_distribution(p, q):
     correction = residual(p.clone(), q.clone())
     output = torch.zeros_like(p)
     for token in range(len(p)):
-        kept = acceptance_probability(p, q, token)
+        kept = acceptance_probability(float(p[token]), float(q[token]))
         output += q[token] * (kept * one_hot(token, len(p)) + (1 - kept) * correction)
     return output
 
@@ -128,8 +128,10 @@ def test_residual_of_equal_distributions_is_no_division_by_zero():
     torch.testing.assert_close(residual(p, q), torch.tensor([1 / 3, 2 / 3, 0.0]))
     assert torch.equal(p, before[0])
     assert torch.equal(q, before[1])
-    assert acceptance_probability(p, q, 1) == 1.0  # a token that q excludes is no division by zero either
-    assert acceptance_probability(p, q, 2) == 0.0
+    assert (
+        acceptance_probability(float(p[1]), float(q[1])) == 1.0
+    )  # a token that q excludes is no division by zero either
+    assert acceptance_probability(float(p[2]), float(q[2])) == 0.0
 
 
 class FixedDraws:
@@ -210,7 +212,7 @@ def test_ratio_test_is_wrong_for_a_chosen_candidate():
     p = (.5, .3, .2), q = (.7, .2, .1), candidate 0 because it is q's argmax: the ratio test gives (.714, .143, .143).
     """
     p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.7, 0.2, 0.1])
-    kept = acceptance_probability(p, q, 0)
+    kept = acceptance_probability(float(p[0]), float(q[0]))
     wrong = kept * one_hot(0, 3) + (1 - kept) * residual(p, q)
     torch.testing.assert_close(wrong, torch.tensor([0.714, 0.143, 0.143]), atol=5e-4, rtol=0)
 
@@ -306,7 +308,9 @@ def accept_always(logits, candidates, q, sampling, generator):
 def correct_from_p(logits, candidates, q, sampling, generator):
     """Speculative sampling's usual mistake: the correction from p instead of the residual."""
     p = sampling.probabilities(logits)
-    if not candidates or torch.rand((), generator=generator) < acceptance_probability(p, q, candidates[0]):
+    if not candidates or torch.rand((), generator=generator) < acceptance_probability(
+        float(p[candidates[0]]), float(q[candidates[0]])
+    ):
         return accept_always(logits, candidates, q, sampling, generator)
     return Verdict(int(draw(p, generator)), None)
 

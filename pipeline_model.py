@@ -42,8 +42,8 @@ from huggingface_hub.utils import validate_repo_id
 from torch import Tensor, nn
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.func import functional_call
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
-from torch.nn.functional import linear, scaled_dot_product_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.functional import linear, pad, scaled_dot_product_attention
 from transformers import PreTrainedConfig, PreTrainedModel, Qwen3Config
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
@@ -981,7 +981,7 @@ class Target:
         kind = self.layer_types[index], shapes
         if kind not in self._compiled_layers:
             memory_class = LinearMemory if self.layer_types[index] == LINEAR else KVMemory
-            torch._dynamo.config.recompile_limit = MOST_SHAPES
+            allow_shapes()
             compiled = torch.compile(partial(_run_layer, _empty(layer), memory_class), dynamic=False, fullgraph=True)
             self._compiled_layers[kind] = compiled
         return self._compiled_layers[kind]
@@ -1017,7 +1017,12 @@ class Target:
         return [Stage(self, range(lo, hi), compiled=compiled) for lo, hi in bounds]
 
 
-MOST_SHAPES = 64  # kinds of layers, widths and capacities in one process; torch's own limit of 8 is an error here
+MOST_SHAPES = 1024  # of one compiled function in one process
+
+
+def allow_shapes() -> None:
+    """Let a function be compiled for so many shapes: behind torch's own limits it would run uncompiled, or fail."""
+    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = MOST_SHAPES
 
 
 def _empty(layer: nn.Module) -> nn.Module:
@@ -1674,21 +1679,53 @@ def staircase_attention(
     return torch.cat(outputs, dim=2)
 
 
-@lru_cache(maxsize=64)
+FLEX_BLOCK = 128  # rows and columns of FlexAttention's blocks; sequences are padded to a multiple
+
+
+@lru_cache(maxsize=256)
 def _staircase_blocks(kinds: tuple[int, ...], seen: tuple[int, ...], length: int, device: torch.device) -> BlockMask:
-    """FlexAttention's mask of one type's rows over the keys of all types, one type behind the other."""
-    block_at = torch.tensor([kinds.index(kind) for kind in (*seen, max(kinds))], device=device)  # by distance
+    """FlexAttention's mask of one type's rows over the keys of all types, one type behind the other.
+
+    length: of each of them, a multiple of FLEX_BLOCK. Only blocks are looked at, never all pairs of rows.
+    """
+    deepest, band, count = max(kinds), len(seen), length // FLEX_BLOCK
+    block_at = torch.tensor([kinds.index(kind) for kind in (*seen, deepest)], device=device)  # by distance
 
     def visible(_batch, _head, row, column):
         distance = row - column % length
-        return (distance >= 0) & (block_at[distance.clamp(0, len(seen))] == column // length)
+        return (distance >= 0) & (block_at[distance.clamp(0, band)] == column // length)
 
-    return create_block_mask(visible, None, None, length, len(kinds) * length, device=device)
+    place = torch.arange(count, device=device)
+    between = (place[:, None] - place) * FLEX_BLOCK  # distances between the rows and columns of a block: from ... to
+    nearest, farthest = between - (FLEX_BLOCK - 1), between + (FLEX_BLOCK - 1)
+    some, all_of = [], []
+    for kind in kinds:
+        distances = [distance for distance, other in enumerate(seen) if other == kind]
+        first, last = (distances[0], distances[-1]) if distances else (length, -1)
+        if kind == deepest:
+            first, last = min(first, band), length
+        some.append((farthest >= first) & (nearest <= last))
+        all_of.append((nearest >= first) & (farthest <= last))
+    some, all_of = torch.cat(some, dim=1), torch.cat(all_of, dim=1)
+    return BlockMask.from_kv_blocks(
+        *_block_lists(some & ~all_of),
+        *_block_lists(all_of),
+        BLOCK_SIZE=FLEX_BLOCK,
+        mask_mod=visible,
+        seq_lengths=(length, len(kinds) * length),
+    )
 
 
-@lru_cache(maxsize=1)
+def _block_lists(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """How many blocks each row of blocks has, [1, 1, Q], and which, [1, 1, Q, K], from [Q, K] bool."""
+    which = blocks.to(torch.int32).argsort(dim=1, descending=True, stable=True)
+    return blocks.sum(dim=1, dtype=torch.int32)[None, None], which.to(torch.int32)[None, None]
+
+
+@cache
 def _compiled_flex_attention() -> Callable[..., Tensor]:
-    return torch.compile(flex_attention, dynamic=False)
+    allow_shapes()
+    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
 
 def flex_staircase_attention(
@@ -1696,14 +1733,17 @@ def flex_staircase_attention(
 ) -> Tensor:
     """`staircase_attention` by FlexAttention: one kernel that skips the blocks of keys no query sees.
 
-    CUDA only: on a CPU it has no backward.
+    CUDA only: on a CPU it has no backward. It is compiled for each padded length; behind the end stand rows that no
+    real one sees.
     """
     if not seen:  # plain causal attention over the deepest type, which SDPA gives to FlashAttention
         return staircase_attention(query, keys, values, seen, scaling)
-    blocks = _staircase_blocks(tuple(keys), tuple(seen), query.shape[2], query.device)
-    key, value = (torch.cat(list(kinds.values()), dim=2) for kinds in (keys, values))
+    length, behind = query.shape[2], (0, 0, 0, -query.shape[2] % FLEX_BLOCK)
+    blocks = _staircase_blocks(tuple(keys), tuple(seen), length + behind[-1], query.device)
+    key, value = (torch.cat([pad(rows, behind) for rows in kinds.values()], dim=2) for kinds in (keys, values))
     attend = _compiled_flex_attention() if query.is_cuda else flex_attention
-    return attend(query, key, value, block_mask=blocks, scale=scaling, enable_gqa=True)
+    attended = attend(pad(query, behind), key, value, block_mask=blocks, scale=scaling, enable_gqa=True)
+    return attended[:, :, :length]
 
 
 STAIRCASE_ATTENTION = {"sdpa": staircase_attention, "flex_attention": flex_staircase_attention}
@@ -1766,18 +1806,17 @@ KL = LossTerms()
 class _Distillation(torch.autograd.Function):
     """Sum of a loss between teacher and draft from hidden states, without ever holding all positions' logits.
 
-    Forward computes the gradients of hidden states and lm_head along with the loss, chunk by chunk; backward scales
-    them. Inputs: draft [P, H] and its lm_head [V_d, H] (differentiable), teacher [P, H] and its lm_head [V, H], the
-    draft ids [V_d] or None, the teacher's argmax [P] or None for not known yet (of "ce" the tokens to draft), weights
-    [P] or None for ones, terms. Both hidden states are already normed. Returns total, counted (the sum of the weights
-    that are in it), agreed.
+    Forward computes the gradients of hidden states and lm_head along with the loss, chunk by chunk, if `learning`;
+    backward scales them. Inputs: draft [P, H] and its lm_head [V_d, H] (differentiable), teacher [P, H] and its lm_head
+    [V, H], the draft ids [V_d] or None, the teacher's argmax [P] or None for not known yet (of "ce" the tokens to
+    draft), weights [P] or None for ones, terms, learning. Both hidden states are already normed. Returns total, counted
+    (the sum of the weights that are in it), agreed.
     """
 
     @staticmethod
-    def forward(ctx, draft, draft_head, teacher, teacher_head, draft_ids, teacher_best, weights, terms):
+    def forward(ctx, draft, draft_head, teacher, teacher_head, draft_ids, teacher_best, weights, terms, learning):
         rows = _LossRows(draft, draft_head, teacher, teacher_head, draft_ids, teacher_best, terms)
-        draft_grad = torch.zeros_like(draft)
-        weight_grad = torch.zeros_like(draft_head) if ctx.needs_input_grad[1] else None
+        grads = _LossGradients(draft, draft_head if ctx.needs_input_grad[1] else None) if learning else None
         total = draft.new_zeros((), dtype=torch.float32)
         counted = torch.zeros((), dtype=torch.long if weights is None else torch.float32, device=draft.device)
         agreed = torch.zeros((), dtype=torch.long, device=draft.device)
@@ -1791,15 +1830,11 @@ class _Distillation(torch.autograd.Function):
                 counted += weight.sum()
                 loss, grad = rows.terms_of(logits, target, kl_share)
                 total += (loss * weight).sum()
-                grad = grad.mul_(weight[:, None]).to(hidden.dtype)
-                draft_grad[part] = (grad @ rows.weight).to(draft_grad.dtype)
-                if not ctx.needs_input_grad[1]:
-                    continue
-                if weight_grad.dtype == hidden.dtype:  # in one kernel, without a product as large as the lm_head
-                    weight_grad.addmm_(grad.T, hidden)
-                else:
-                    weight_grad += grad.T @ hidden
-        ctx.save_for_backward(draft_grad, weight_grad)
+                if learning:
+                    grads.add(part, grad.mul_(weight[:, None]), hidden, rows.weight)
+        if learning:
+            ctx.save_for_backward(grads.draft, grads.weight)
+            ctx.dtype = draft.dtype
         ctx.mark_non_differentiable(counted, agreed)
         return total, counted, agreed
 
@@ -1808,7 +1843,43 @@ class _Distillation(torch.autograd.Function):
         draft_grad, weight_grad = ctx.saved_tensors
         # In place: these are this node's own, and the graph is walked once.
         weight_grad = None if weight_grad is None else weight_grad.mul_(grad)
-        return draft_grad.mul_(grad), weight_grad, None, None, None, None, None, None
+        return draft_grad.mul_(grad).to(ctx.dtype), weight_grad, *[None] * 7
+
+
+class _LossGradients:
+    """The gradients of the draft's hidden states [P, H] and of its lm_head [V_d, H], from those of its logits.
+
+    In float16 small ones would be 0 before a loss scale reaches them, as that comes with `backward`. So they have a
+    scale of their own on their way through the products: the largest one under which no sum can overflow.
+    """
+
+    def __init__(self, draft: Tensor, draft_head: Tensor | None):
+        """draft_head: None where it does not learn."""
+        self.draft = torch.zeros_like(draft, dtype=torch.float32 if draft.dtype == torch.float16 else draft.dtype)
+        self.weight = None if draft_head is None else torch.zeros_like(draft_head)
+
+    def add(self, part: slice, grad: Tensor, hidden: Tensor, weight: Tensor) -> None:
+        """Those of some positions: grad [p, V_d] of the logits, which are hidden [p, H] times weight [V_d, H]."""
+        scale = self._scale(grad, hidden, weight) if hidden.dtype == torch.float16 else None
+        grad = (grad if scale is None else grad * scale).to(hidden.dtype)
+        self.draft[part] = self._unscaled(grad @ weight, scale).to(self.draft.dtype)
+        if self.weight is None:
+            return
+        if scale is None and self.weight.dtype == hidden.dtype:  # in one kernel, without a product as large as itself
+            self.weight.addmm_(grad.T, hidden)
+        else:
+            self.weight += self._unscaled(grad.T @ hidden, scale)
+
+    @staticmethod
+    def _unscaled(product: Tensor, scale: Tensor | None) -> Tensor:
+        return product if scale is None else product.float() / scale
+
+    @staticmethod
+    def _scale(grad: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:
+        """A power of two, on the device."""
+        size, largest = grad.abs(), torch.finfo(torch.float16).max
+        sums = size.sum(dim=1).max() * weight.abs().max(), size.sum(dim=0).max() * hidden.abs().max(), size.max()
+        return torch.exp2((largest / torch.stack(sums).max()).log2().floor().clamp(-14, 30))
 
 
 class _LossRows:
@@ -1986,7 +2057,8 @@ def rows_loss(
     with torch.no_grad():
         teacher = target.norm(hidden)
     rows = draft, lm_head, teacher, target.lm_head.weight
-    total, counted, agreed = _Distillation.apply(*rows, draft_ids, teacher_best, weights, terms)
+    learning = torch.is_grad_enabled()
+    total, counted, agreed = _Distillation.apply(*rows, draft_ids, teacher_best, weights, terms, learning)
     return TrainingLoss(total, counted, counted.new_tensor(len(draft)), agreed)
 
 

@@ -5,13 +5,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 
 import pipeline_model
 from pipeline_inference import Decoder, LocalExecutor, SPDDrafter
 from pipeline_model import (
+    KL,
     STAIRCASE_ATTENTION,
     LossTerms,
     Target,
+    _Distillation,
+    distillation_loss,
     draft_rows,
     key_types,
     load_head,
@@ -249,6 +253,71 @@ def test_flex_attention_is_the_same_attention(seen, device):
         out = attend(query, keys, values, seen, 0.3)
         outputs.append([out, *torch.autograd.grad(out.square().sum(), inputs)] if device == "cuda" else [out])
     torch.testing.assert_close(*outputs, rtol=1e-3, atol=1e-3 if device == "cuda" else 1e-5)
+
+
+@pytest.mark.parametrize("seen", [(0,), (0, 1), (0, 0, 1, 2), (1, 2, 2), (0,) * 128, (0,) * 140 + (1,) * 300])
+@pytest.mark.parametrize("blocks", [1, 4])
+def test_flex_attention_looks_at_the_right_blocks(seen, blocks):
+    """Guards the blocks that the kernel skips, or takes without asking for each pair: as the library finds them by
+    looking at every pair. A CPU's form looks at every pair itself, and would hide a wrong one."""
+    kinds, length = tuple(sorted({*seen, 3})), 128 * blocks
+    ours = pipeline_model._staircase_blocks(kinds, seen, length, torch.device("cpu"))
+    library = create_block_mask(ours.mask_mod, None, None, length, len(kinds) * length, device="cpu")
+
+    def listed(counts, which):
+        return [set(row[:count].tolist()) for count, row in zip(counts[0, 0].tolist(), which[0, 0], strict=True)]
+
+    assert listed(ours.kv_num_blocks, ours.kv_indices) == listed(library.kv_num_blocks, library.kv_indices)
+    full = (listed(mask.full_kv_num_blocks, mask.full_kv_indices) for mask in (ours, library))
+    assert next(full) == next(full)
+
+
+def test_flex_attention_meets_few_shapes(monkeypatch):
+    """Guards against a kernel that is compiled for each length of a batch, until it is not compiled any more."""
+    met, attend = set(), pipeline_model.flex_attention
+
+    def recording(query, key, value, *, block_mask, **settings):
+        met.add((query.shape, key.shape, id(block_mask)))
+        return attend(query, key, value, block_mask=block_mask, **settings)
+
+    monkeypatch.setattr(pipeline_model, "flex_attention", recording)
+    for length in (1, 100, 127, 128, 129):
+        keys = {kind: torch.randn(1, 2, length, 8) for kind in (0, 1)}
+        out = pipeline_model.flex_staircase_attention(torch.randn(1, 4, length, 8), keys, keys, (0,), 0.3)
+        assert out.shape == (1, 4, length, 8)
+    assert len(met) == 2
+
+
+@pytest.mark.parametrize("size", [1.0, 300.0])
+def test_small_gradients_survive_float16(size):
+    """Guards against gradients that are 0 before the loss scale reaches them, and sums that overflow under a scale of
+    their own: a draft that is nearly right, and hidden states of several sizes. The reference is float64 autograd."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"draft": (40, 16), "head": (20000, 16), "teacher": (40, 16)}
+    draft, head, teacher = (torch.randn(shape, generator=generator) for shape in shapes.values())
+    draft, head, teacher = (draft * size).half(), (head / 16 / size).half(), (teacher * size).half()
+    teacher = draft + teacher * 1e-2
+    inputs = draft.clone().requires_grad_(), head.float().requires_grad_()
+    total, *_ = _Distillation.apply(*inputs, teacher, head, None, None, None, KL, True)
+    scale = 2.0**16
+    ours = torch.autograd.grad(total * scale, inputs)
+    exact = draft.double().requires_grad_(), head.double().requires_grad_()
+    log_p, log_q = ((x @ w.T).log_softmax(-1) for x, w in ((teacher.double(), head.double()), exact))
+    expected = torch.autograd.grad((log_p.exp() * (log_p - log_q)).sum() * scale, exact)
+    for found, wanted in zip(ours, expected, strict=True):
+        assert found.isfinite().all()
+        assert float((found.double() - wanted).norm() / wanted.norm()) < 0.1
+
+
+def test_validation_computes_no_gradients(monkeypatch):
+    """Guards the time and memory of a held-out loss: half of a training step's lm_heads are its gradients."""
+    target = tiny_target("llama")
+    head = new_head(tiny_head(target, (2, 2)).config, target)
+    rows, hidden = torch.randn(2, 9, 32).unbind()
+    expected = float(distillation_loss(head, target, rows, hidden, None).total.detach())
+    monkeypatch.setattr(pipeline_model, "_LossGradients", None)
+    with torch.no_grad():
+        assert float(distillation_loss(head, target, rows, hidden, None).total) == expected
 
 
 @pytest.mark.parametrize(

@@ -186,6 +186,19 @@ def test_flash_attention_gets_the_window(family, monkeypatch):
     assert decoder.generate(prompt, TOKENS).tokens == sequence[40:]
 
 
+@pytest.mark.parametrize("family", ["mistral", "qwen3 window"])
+def test_flash_attention_verifies_chains(family, monkeypatch):
+    """Guards against EAGLE-3's rows with a mask, which that kernel refuses, or without one, as if all began at 0."""
+    prompt, sequence = reference(family, 20)
+    target = tiny_target(family)
+    monkeypatch.setattr(target.config, "_attn_implementation", "flash_attention_2")
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "flash_attention_2", flash_stand_in)
+    monkeypatch.setattr(LocalExecutor, "PREFILL_CHUNK", 8)
+    decoder = eagle3_decoder(target, tiny_eagle3(target), 3)
+    shadow(decoder, prompt, oracle(sequence + [0] * 4, rank=lambda position: -(position % 4 == 0)))
+    assert decoder.generate(prompt, TOKENS).tokens == sequence[20:]
+
+
 @pytest.mark.parametrize(("width", "compiled", "flag"), [(2, False, "--draft_top_k 2"), (1, True, "--compile")])
 def test_flash_attention_is_refused_where_masks_are_needed(width, compiled, flag):
     """Guards against a kernel that is handed a tree's mask: it would take it for padding."""

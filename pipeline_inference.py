@@ -347,9 +347,9 @@ class Logits:
         self.row = row
 
     @classmethod
-    def of_each(cls, target: Target, hidden: Tensor) -> Logits:
-        """Final norm and lm_head of h_L [w, H], of each row when it is asked for."""
-        return cls(lambda row: target.logits(hidden[row]))
+    def of_each(cls, logits: Callable[[Tensor], Tensor], hidden: Tensor) -> Logits:
+        """Final norm and lm_head, as `logits`, of h_L [w, H]: of each row when it is asked for."""
+        return cls(lambda row: logits(hidden[row]))
 
     @classmethod
     def of_all(cls, compute: Callable[[], Tensor]) -> Logits:
@@ -412,6 +412,7 @@ class LocalExecutor:
         self.target, self.stage_sizes, self.anchors = target, tuple(stage_sizes), tuple(anchors)
         self.device, self.vocab_size = target.device, target.config.vocab_size
         self.stages = target.partition(stage_sizes, compiled=compiled)
+        self._compiled, self._logits = compiled, target.logits
         self._inputs: list[tuple[NodeBatch, Tensor] | None] = []  # what each stage runs next, [w, H]
         self._board = NodeBoard(self.device, target.window)
         self._copies = HostCopies(self.device)
@@ -423,6 +424,8 @@ class LocalExecutor:
         self._board.start(plan, len(prompt), root)
         for stage in self.stages:
             stage.start(plan, root, self.anchors)
+        if self._compiled:
+            self._logits = self.target.compiled_logits
         tokens = torch.tensor(prompt, device=self.device)
         features = []
         for start in range(0, len(prompt), self.PREFILL_CHUNK):
@@ -432,7 +435,7 @@ class LocalExecutor:
                 hidden, anchors = stage.prefill(hidden, start)
                 captured |= anchors
             features.append(torch.stack([captured[b] for b in self.anchors], dim=1))
-        return PromptOutput(self.target.logits(hidden[-1]), torch.cat(features))
+        return PromptOutput(self._logits(hidden[-1]), torch.cat(features))
 
     def begin_cycle(self, position: int, entering: Sequence[Node]) -> Tensor | None:
         if not entering:
@@ -455,7 +458,7 @@ class LocalExecutor:
                 captured.append(Captured(batch.nodes, anchors))
             self._inputs[index] = None
             if index == last:
-                completed = Completed(batch.ids, Logits.of_each(self.target, hidden))
+                completed = Completed(batch.ids, Logits.of_each(self._logits, hidden))
             else:
                 self._inputs[index + 1] = batch, hidden
         return captured, completed

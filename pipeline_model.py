@@ -28,6 +28,7 @@ import copy
 import pickle
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import cache, cached_property, lru_cache, partial
 from itertools import chain, groupby, pairwise
@@ -986,6 +987,27 @@ class Target:
             self._compiled_layers[kind] = compiled
         return self._compiled_layers[kind]
 
+    @cached_property
+    def compiled_logits(self) -> Callable[[Tensor], Tensor]:
+        """`logits` of one h_L [H], compiled. NotCompiled as `StaticForward`."""
+        last = nn.Sequential(self.norm, self.lm_head)
+        run = torch.compile(partial(functional_call, _empty(last)), dynamic=False, fullgraph=True)
+        weights = dict(last.named_parameters())
+        with self.compiling():
+            run(weights, (self.norm.weight.new_zeros(self.config.hidden_size),))
+        return lambda hidden: run(weights, (hidden,))
+
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Around a first run: NotCompiled where something cannot be compiled."""
+        try:
+            yield
+        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+            raise NotCompiled(
+                f"the layers of model type {self.config.model_type!r} cannot be compiled here "
+                f"({first_line(error)}): leave --compile out"
+            ) from None
+
     def attention_masks(self, masks: Masks, dtype: torch.dtype) -> Masks:
         """Bool masks as this target's attention takes them."""
         if not self.needs_float_mask:
@@ -1028,7 +1050,27 @@ def allow_shapes() -> None:
 def _empty(layer: nn.Module) -> nn.Module:
     """A copy without weights: with those of one layer, what is compiled would be for that one alone."""
     weights = {id(weight): nn.Parameter(weight.to("meta"), requires_grad=False) for weight in layer.parameters()}
-    return copy.deepcopy(layer, weights)
+    empty = copy.deepcopy(layer, weights)
+    for module in empty.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = _StreamedLinear
+    return empty
+
+
+class _StreamedLinear(nn.Linear):
+    """A linear layer to be compiled: on a CPU, a single row's product is a sum along each row of the weights.
+
+    Compiled, such a sum reads the weights as fast as the memory gives them; the library's product of a row and a matrix
+    takes up to twice as long.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        if input.device.type != "cpu" or input.shape[:-1].numel() > 1:
+            return super().forward(input)
+        output = (self.weight.float() * input.float().view(-1)).sum(dim=-1)
+        if self.bias is not None:
+            output = output + self.bias
+        return output.to(input.dtype).view(*input.shape[:-1], -1)
 
 
 def _run_layer(template, memory_class, weights, hidden, rope, mask, first, second, nodes, parents, slots):
@@ -1260,26 +1302,18 @@ class StaticForward:
                 mask.zero_()
         if anchors == self._anchors:
             return
-        self._anchors, self._graph = anchors, None
+        self._anchors, self._graph = None, None
         self._masks.full[..., 0] = True  # no row without a key
         if self._target.window is not None:
             self._masks.window[..., 0] = True
-        for _ in range(WARM_UP_RUNS):
-            self._compile()
+        with self._target.compiling():
+            for _ in range(WARM_UP_RUNS):
+                self._forward(anchors)
+        self._anchors = anchors
         if self._target.device.type == "cuda":
             self._graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self._graph):
-                self._outputs = self._forward()
-
-    def _compile(self) -> None:
-        try:
-            self._forward()
-        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
-            self._anchors = None
-            raise NotCompiled(
-                f"the layers of model type {self._target.config.model_type!r} cannot be compiled here "
-                f"({first_line(error)}): leave --compile out"
-            ) from None
+                self._outputs = self._forward(anchors)
 
     def run(self, batches: Sequence[NodeBatch], hidden: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
         """Run the nodes of a batch, [w, H], or of several batches that are a chain; returns as `Stage.run`."""
@@ -1292,7 +1326,7 @@ class StaticForward:
             self._fill(fixed, table[0, positions, None])
         self._fill_masks(first, len(batches))
         if self._graph is None:
-            output, captured = self._forward()
+            output, captured = self._forward(self._anchors)
             return output[:count, 0], {b: states[:count, 0] for b, states in captured.items()}
         self._graph.replay()
         output, captured = self._outputs
@@ -1318,7 +1352,7 @@ class StaticForward:
         if len(ours) < len(fixed):
             fixed[len(ours) :] = ours[:1]
 
-    def _forward(self) -> tuple[Tensor, dict[int, Tensor]]:
+    def _forward(self, anchors: frozenset[int]) -> tuple[Tensor, dict[int, Tensor]]:
         target, hidden, captured = self._target, self._hidden, {}
         masks = target.attention_masks(self._masks, hidden.dtype)
         for index, (run, weights) in zip(self._layers, self._runs, strict=True):
@@ -1329,7 +1363,7 @@ class StaticForward:
             else:
                 seen = None if kind == LINEAR else masks.window if kind == SLIDING else masks.full
                 hidden = self._run(run, weights, hidden, seen, memory, slice(None))
-            if index + 1 in self._anchors:
+            if index + 1 in anchors:
                 captured[index + 1] = hidden
         return hidden, captured
 

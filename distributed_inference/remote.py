@@ -253,7 +253,7 @@ class RemoteExecutor:
         if place == "last":
             return Logits(output.view(count, -1).__getitem__)
         if place == "draft" and self._lane is None:
-            return Logits.of_each(self._target, output.view(count, -1))
+            return Logits.of_each(self._target.logits, output.view(count, -1))
         compute = partial(self._all_rows if place == "split" else self._all_nodes, output, count)
         if self._lane is not None:
             return Logits.of_all(self._lane.submit(compute, output))

@@ -21,7 +21,7 @@ from evaluation_methods import Run
 from evaluation_plan import Planner
 from evaluation_workers import Evaluator, TargetOptions
 from pipeline_inference import Decoder, LocalExecutor, Sampling, SPDDrafter, logit_gap
-from pipeline_model import SLOT_STEP, NotCompiled, StaticForward, Target, save_head
+from pipeline_model import SLOT_STEP, NotCompiled, StaticForward, Target, _empty, save_head
 from script_utils import run_script
 from target_files import check_compiled
 from tests.tiny import (
@@ -172,13 +172,13 @@ def test_a_kind_of_layer_is_compiled_once_a_capacity(family, kinds, compilations
         for length in (1, 9, 40):
             Decoder(executor).generate(random_prompt(length), 3)
             logit_gap(executor, random_prompt(length + 2), 1, 2)
-    assert len(compilations) == kinds
+    assert len(compilations) == kinds + 1
     logit_gap(executors[0], random_prompt(SLOT_STEP + 9), 1, 2)
-    assert len(compilations) == kinds
+    assert len(compilations) == kinds + 1
     for executor in executors:
         for length in (SLOT_STEP, SLOT_STEP + 30, 9):
             Decoder(executor).generate(random_prompt(length), 3)
-    assert len(compilations) <= 2 * kinds
+    assert len(compilations) <= 2 * kinds + 1
 
 
 @pytest.mark.compiled
@@ -194,7 +194,21 @@ def test_a_compiled_target_and_pipeline_decode_the_same():
     )
     for decoder in (alone, pipeline, alone):
         assert decoder.generate(prompt, TOKENS).tokens == sequence[PROMPT : PROMPT + TOKENS]
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before == 1
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before == 2  # a layer; norm and lm_head
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_compiled_row_is_multiplied_as_by_the_library(dtype):
+    """Guards against a single row's product without its bias, or summed in the weights' own precision."""
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(2000, 5).to(dtype)
+    weights = dict(linear.named_parameters())
+    for shape in ((2000,), (1, 1, 2000), (3, 1, 2000)):
+        rows = torch.randn(shape).to(dtype)
+        product = torch.func.functional_call(_empty(linear), weights, (rows,))
+        exact = rows.double() @ linear.weight.double().T + linear.bias.double()
+        assert product.dtype == dtype
+        torch.testing.assert_close(product.double(), exact, atol=1e-5, rtol=2 * torch.finfo(dtype).eps)
 
 
 def test_compiled_rows_have_settings_and_files_of_their_own(files):

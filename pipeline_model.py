@@ -1288,7 +1288,8 @@ class StaticForward:
         self._rope = tuple(table[:, :1].repeat(width, 1, 1) for table in target.rope(1))
         window = None if target.window is None else torch.zeros(width, 1, 1, slots, dtype=torch.bool, device=device)
         self._masks = Masks(torch.zeros(width, 1, 1, slots, dtype=torch.bool, device=device), window)
-        self._anchors: frozenset[int] | None = None
+        self._anchors: frozenset[int] = frozenset()
+        self._ready_for: frozenset[int] | None = None  # the anchors that all is compiled and captured for
         self._graph: torch.cuda.CUDAGraph | None = None
         self._outputs: tuple[Tensor, dict[int, Tensor]]  # of the graph
 
@@ -1300,20 +1301,20 @@ class StaticForward:
         for mask in self._masks:
             if mask is not None:
                 mask.zero_()
-        if anchors == self._anchors:
+        if anchors == self._ready_for:
             return
-        self._anchors, self._graph = None, None
+        self._anchors, self._ready_for, self._graph = anchors, None, None
         self._masks.full[..., 0] = True  # no row without a key
         if self._target.window is not None:
             self._masks.window[..., 0] = True
         with self._target.compiling():
             for _ in range(WARM_UP_RUNS):
-                self._forward(anchors)
-        self._anchors = anchors
+                self._forward()
         if self._target.device.type == "cuda":
             self._graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self._graph):
-                self._outputs = self._forward(anchors)
+                self._outputs = self._forward()
+        self._ready_for = anchors
 
     def run(self, batches: Sequence[NodeBatch], hidden: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
         """Run the nodes of a batch, [w, H], or of several batches that are a chain; returns as `Stage.run`."""
@@ -1326,7 +1327,7 @@ class StaticForward:
             self._fill(fixed, table[0, positions, None])
         self._fill_masks(first, len(batches))
         if self._graph is None:
-            output, captured = self._forward(self._anchors)
+            output, captured = self._forward()
             return output[:count, 0], {b: states[:count, 0] for b, states in captured.items()}
         self._graph.replay()
         output, captured = self._outputs
@@ -1352,7 +1353,7 @@ class StaticForward:
         if len(ours) < len(fixed):
             fixed[len(ours) :] = ours[:1]
 
-    def _forward(self, anchors: frozenset[int]) -> tuple[Tensor, dict[int, Tensor]]:
+    def _forward(self) -> tuple[Tensor, dict[int, Tensor]]:
         target, hidden, captured = self._target, self._hidden, {}
         masks = target.attention_masks(self._masks, hidden.dtype)
         for index, (run, weights) in zip(self._layers, self._runs, strict=True):
@@ -1363,7 +1364,7 @@ class StaticForward:
             else:
                 seen = None if kind == LINEAR else masks.window if kind == SLIDING else masks.full
                 hidden = self._run(run, weights, hidden, seen, memory, slice(None))
-            if index + 1 in anchors:
+            if index + 1 in self._anchors:
                 captured[index + 1] = hidden
         return hidden, captured
 

@@ -71,18 +71,18 @@ class Watched(LocalExecutor):
         super().roll_back(dead)
 
 
-def generations(width=1, lag=0, watched=False):
+def generations(width=1, lag=0, watched=False, count=COUNT):
     """The target alone and a pipeline whose drafts are right and wrong, both recorded; and what was flushed."""
     target, prompt = tiny_target("llama"), random_prompt(5)
-    sequence = prompt + hf_greedy(target.model, prompt, COUNT + 8)
+    sequence = prompt + hf_greedy(target.model, prompt, count + 8)
     drafter = ScriptedDrafter(oracle(sequence, rank=lambda position: [0, 0, 1, 9][position % 4], width=width))
     executor = (Watched if watched else LocalExecutor)(target, SIZES)
     settings = {"keep_trace": True, "keep_head": True}
     pipeline = Decoder(executor, drafter.with_prompt(prompt), draft_top_k=width, verify_lag=lag, **settings).start(
-        prompt, COUNT
+        prompt, count
     )
     pipeline.finish()
-    alone = Decoder(LocalExecutor(target, (4,)), **settings).start(prompt, COUNT)
+    alone = Decoder(LocalExecutor(target, (4,)), **settings).start(prompt, count)
     alone.finish()
     return {"standard": alone, "pipeline": pipeline}
 
@@ -306,6 +306,13 @@ def test_dangerous_text_is_shown_and_never_runs(browse):
     assert title.startswith("&lt;/script&gt;")
     assert "<img" not in document
     assert document.count("&lt;img src=x") > 10
+
+
+def test_a_run_without_a_cycle(browse):
+    """Guards against an empty page for an answer that the prefill alone gave."""
+    document, console = browse(page(SETTING, [run(count=1)]))
+    assert console == []
+    assert "1 of 1 tokens" in document
 
 
 @pytest.mark.parametrize(("width", "lag", "screen"), [(1, 0, 1600), (3, 1, 400)])

@@ -403,7 +403,7 @@ class Executor(Protocol):
 class LocalExecutor:
     """All stages in this process, on one device, one after the other."""
 
-    PREFILL_CHUNK = 2048  # prompt tokens a stage runs at once: bounds the memory of long prompts
+    PREFILL_CHUNK = 4096  # prompt tokens a stage runs at once: bounds the memory of long prompts
 
     def __init__(
         self, target: Target, stage_sizes: Sequence[int], anchors: Sequence[int] = (0,), *, compiled: bool = False
@@ -512,6 +512,8 @@ class SPDDrafter:
     the token's depth. With `use_deepest` a completed token has the deepest type at any distance, and stays.
     """
 
+    PREFILL_CHUNK = 256  # prompt tokens that the head takes in at once: its masks are as wide as the whole prompt
+
     def __init__(
         self, head: SpeculationHead, target: Target, stage_sizes: Sequence[int], use_deepest: bool | None = None
     ):
@@ -542,11 +544,12 @@ class SPDDrafter:
             self._features[node.id] = features[node.position]
         # Behind the first generated token, at distance 1, stands the last token of the prompt.
         staying = prompt_length if self.use_deepest else max(0, prompt_length - self._num_stages + 1)
-        if staying:
-            rows = self.head.shown_rows(self._types[-1], features[:staying])
-            cos, sin = self.target.rope(staying)
-            self.head.forward_rows(rows, (cos[:, :staying], sin[:, :staying]), self._cache)
-            self._cache.length = staying
+        cos, sin = self.target.rope(staying)
+        for begin in range(0, staying, self.PREFILL_CHUNK):
+            part = slice(begin, min(begin + self.PREFILL_CHUNK, staying))
+            rows = self.head.shown_rows(self._types[-1], features[part])
+            self.head.forward_rows(rows, (cos[:, part], sin[:, part]), self._cache)
+            self._cache.length = part.stop
 
     def enter(self, nodes: Sequence[Node], h0: Tensor) -> None:
         for node in nodes:

@@ -763,12 +763,32 @@ def grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | 
     )
 
 
+PROMPT_BLOCK = 256  # rows of a masked prompt that attend at the same time
+
+
+def _blocks_attention(module, query, key, value, mask, scaling, **kwargs):
+    """SDPA of a chunk of the prompt under its causal mask [.., rows, keys], a block of rows at a time.
+
+    A block does not meet the keys after its last row, and no more than a block of the mask is turned into floats.
+    """
+    length, parts = query.shape[2], []
+    before = key.shape[2] - length  # keys before row 0, at most
+    for start in range(0, length, PROMPT_BLOCK):
+        rows = slice(start, min(start + PROMPT_BLOCK, length))
+        seen = slice(0, before + rows.stop)
+        block = query[:, :, rows], key[:, :, seen], value[:, :, seen], mask[:, :, rows, seen]
+        parts.append(sdpa_attention_forward(module, *block, scaling=scaling, **kwargs)[0])
+    return torch.cat(parts, dim=1), None  # [B, rows, H_q, D]
+
+
 def _nodes_attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
     """`transformers` attention function: SDPA that runs tree nodes which share one KV cache as rows of one query.
 
     Anything else (prefill, training, batches with their own keys) goes to the library's SDPA.
     """
     nodes, _, length, _ = query.shape
+    if attention_mask is not None and length > PROMPT_BLOCK:
+        return _blocks_attention(module, query, key, value, attention_mask, scaling, **kwargs)
     if length > 1 or (nodes > 1 and key.stride(0) != 0):
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     mask = None if attention_mask is None else attention_mask.view(nodes, -1)

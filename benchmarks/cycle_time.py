@@ -6,6 +6,16 @@ Ratios, smaller is better, all from one run whose rounds take turns:
     tree4_over_chain           a cycle with W = 4 candidates at every position / the W = 1 cycle, bfloat16
     ar_over_hf_generate        our autoregressive loop / `model.generate`, seconds a token, float32
 
+With --compile, compiled stages, norm and lm_head as well, float32:
+
+    ar_compiled_over_eager     the autoregressive step, compiled / eager
+    cycle_compiled_over_eager  the cycle (W = 1), likewise; the head is not compiled
+    ar_over_bandwidth_bound, ar_compiled_over_bandwidth_bound
+                               the step / (bytes of the weights it reads / the rate at which a sum reads memory)
+
+With --context, for prompts of these lengths, in bfloat16 where the device has kernels for it: both cycles, and the
+prompt itself beside `model.generate`'s.
+
 The head is random: every draft is accepted unseen (but verified and timed), so that the pipeline stays full.
 """
 
@@ -13,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
 import statistics
 import sys
 import time
@@ -28,7 +39,9 @@ from benchmarks.common import head_config, native_bfloat16, new_parser, prepare,
 from pipeline_inference import Decoder, Generation, LocalExecutor, SPDDrafter, load_tokenizer
 from pipeline_model import SpeculationHead, Target, split_layers
 from script_utils import Parser, markdown_table, run_script
+from target_files import read_text_config
 
+STREAMED = 2**28  # bytes at least of the sum that measures the memory: more than any cache holds
 PROMPT = "Explain how a pipeline keeps several tokens of one sequence in flight at the same time."
 
 
@@ -36,6 +49,8 @@ def build_parser() -> Parser:
     parser = new_parser("Cycle times of the decode loop")
     parser.add_argument("--cycles", type=int, default=40, help="timed cycles of each kind in a round")
     parser.add_argument("--rounds", type=int, default=5, help="rounds; the kinds take turns within each")
+    parser.add_argument("--compile", action="store_true", help="compiled stages beside eager ones")
+    parser.add_argument("--context", type=int, nargs="+", default=[], help="prompt lengths to measure cycles after")
     return parser
 
 
@@ -67,11 +82,12 @@ class Bench:
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
-    def autoregressive(self) -> Generation:
-        return Decoder(LocalExecutor(self.target, (self.target.num_layers,))).start(self.prompt, self.args.cycles + 8)
+    def autoregressive(self, compiled: bool = False) -> Generation:
+        executor = LocalExecutor(self.target, (self.target.num_layers,), compiled=compiled)
+        return Decoder(executor).start(self.prompt, self.args.cycles + 8)
 
-    def pipeline(self, width: int) -> Generation:
-        executor = LocalExecutor(self.target, self.sizes, self.head.config.aggr_feature_bound)
+    def pipeline(self, width: int, compiled: bool = False) -> Generation:
+        executor = LocalExecutor(self.target, self.sizes, self.head.config.aggr_feature_bound, compiled=compiled)
         drafter = (FullTreeDrafter if width > 1 else SPDDrafter)(self.head, self.target, self.sizes)
         decoder = Decoder(executor, drafter, draft_top_k=width, verify_drafts=False)
         return decoder.start(self.prompt, self.args.cycles + 3 * self.args.num_stages)
@@ -109,12 +125,29 @@ class Bench:
 
     def generation_seconds(self, generate: Callable[[int], object]) -> float:
         """Seconds a token of a decode loop: a long generation less a short one."""
-        times = []
-        for count in (1, self.args.cycles + 1):
-            begun = self.sync()
-            generate(count)
-            times.append(self.sync() - begun)
-        return (times[1] - times[0]) / self.args.cycles
+        short, long = (self.timed(generate, count) for count in (1, self.args.cycles + 1))
+        return (long - short) / self.args.cycles
+
+    def timed(self, generate: Callable[[int], object], count: int) -> float:
+        """Seconds of a generation of so many tokens."""
+        begun = self.sync()
+        generate(count)
+        return self.sync() - begun
+
+    def bandwidth_bound(self) -> list[float]:
+        """Seconds to read the weights of a step once, as fast as a sum over as many bytes does."""
+        read = [*self.target.layers.parameters(), *self.target.norm.parameters(), *self.target.lm_head.parameters()]
+        size = sum(weight.nbytes for weight in read)
+        memory = torch.zeros(max(STREAMED, size) // 4, device=self.device)
+        begun = self.sync()
+        memory.sum()
+        return [(self.sync() - begun) * size / memory.nbytes]
+
+    def first_compiled_token(self) -> float:
+        """Seconds until a compiled target has its first token."""
+        begun = self.sync()
+        self.fill(self.autoregressive(compiled=True))
+        return self.sync() - begun
 
     def ours(self, count: int) -> None:
         Decoder(LocalExecutor(self.target, (self.target.num_layers,))).generate(self.prompt, count)
@@ -138,6 +171,13 @@ def measure(args: argparse.Namespace, device: torch.device) -> dict[str, float]:
         "chain_bf16": lambda: bf16.cycle_seconds(bf16.pipeline(1)),
         "tree4_bf16": lambda: bf16.cycle_seconds(bf16.pipeline(4)),
     }
+    if args.compile:
+        samples["first_compiled_token"] = [fp32.first_compiled_token()]
+        kinds |= {
+            "ar_step_compiled": lambda: fp32.cycle_seconds(fp32.autoregressive(compiled=True)),
+            "cycle_compiled": lambda: fp32.cycle_seconds(fp32.pipeline(1, compiled=True)),
+            "bandwidth_bound": fp32.bandwidth_bound,
+        }
     with tqdm(total=args.rounds * len(kinds), unit="measurement", desc="cycle_time") as bar:
         for _ in range(args.rounds):
             for name, run in kinds.items():
@@ -146,14 +186,67 @@ def measure(args: argparse.Namespace, device: torch.device) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in samples.items()}
 
 
+def after_context(args: argparse.Namespace, device: torch.device) -> list[dict[str, float]]:
+    """For each prompt length: medians in milliseconds, their ratios, and this process's peak memory until then."""
+    bench = Bench(args, device, torch.bfloat16 if native_bfloat16(device) else torch.float32)
+    words, rows = bench.prompt, []
+    for length in sorted(args.context):
+        bench.prompt = (words * (length // len(words) + 1))[:length]
+        kinds: dict[str, Callable[[], list[float]]] = {
+            "ar_step": lambda: bench.cycle_seconds(bench.autoregressive()),
+            "draft": bench.draft_seconds,
+            "cycle": lambda: bench.cycle_seconds(bench.pipeline(1)),
+            "tree4": lambda: bench.cycle_seconds(bench.pipeline(4)),
+            "prefill": lambda: [bench.timed(bench.ours, 1)],
+            "hf_prefill": lambda: [bench.timed(bench.hf, 1)],
+        }
+        row = {name: statistics.median(run()) * 1e3 for name, run in kinds.items()}
+        ratios = {
+            "cycle_over_ar_plus_draft": row["cycle"] / (row["ar_step"] + row["draft"]),
+            "tree4_over_chain": row["tree4"] / row["cycle"],
+            "prefill_over_hf_generate": row["prefill"] / row["hf_prefill"],
+        }
+        milliseconds = {f"{name}_ms": round(value, 3) for name, value in row.items()}
+        rounded = {name: round(value, 3) for name, value in ratios.items()}
+        rows.append({"length": length, **milliseconds, **rounded, "peak_mb": peak_megabytes(device)})
+    return rows
+
+
+def peak_megabytes(device: torch.device) -> int:
+    """The most memory that this process has held: on a GPU the device's, otherwise the host's."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) >> 20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+
+
+def check_context(args: argparse.Namespace) -> None:
+    """ValueError for prompts that leave no room for the cycles."""
+    room = read_text_config(args.base_model_path).max_position_embeddings - args.cycles - 3 * args.num_stages
+    for length in args.context:
+        if not 1 <= length <= room:
+            raise ValueError(
+                f"--context is {length}: with --cycles {args.cycles} and --num_stages {args.num_stages} the target "
+                f"has room for 1 .. {room} tokens"
+            )
+
+
 def main(args: argparse.Namespace) -> None:
     device = prepare(args, "cycles", "rounds")
+    check_context(args)
     seconds = measure(args, device)
     ratios = {
         "cycle_over_ar_plus_draft": seconds["cycle"] / (seconds["ar_step"] + seconds["draft"]),
         "tree4_over_chain": seconds["tree4_bf16"] / seconds["chain_bf16"],
         "ar_over_hf_generate": seconds["ar_token"] / seconds["hf_token"],
     }
+    if args.compile:
+        ratios |= {
+            "ar_compiled_over_eager": seconds["ar_step_compiled"] / seconds["ar_step"],
+            "cycle_compiled_over_eager": seconds["cycle_compiled"] / seconds["cycle"],
+            "ar_over_bandwidth_bound": seconds["ar_step"] / seconds["bandwidth_bound"],
+            "ar_compiled_over_bandwidth_bound": seconds["ar_step_compiled"] / seconds["bandwidth_bound"],
+        }
+    contexts = after_context(args, device)
     print_card(args, device)
     labels = {
         "ar_step": "autoregressive step, float32",
@@ -163,13 +256,20 @@ def main(args: argparse.Namespace) -> None:
         "hf_token": "model.generate, a token, float32",
         "chain_bf16": "full-pipeline cycle, W = 1, bfloat16",
         "tree4_bf16": "full-pipeline cycle, W = 4, bfloat16",
+        "first_compiled_token": "until the first compiled token, float32",
+        "ar_step_compiled": "autoregressive step, compiled, float32",
+        "cycle_compiled": "full-pipeline cycle, W = 1, compiled, float32",
+        "bandwidth_bound": "reading a step's weights once, float32",
     }
-    times = ((label, f"{seconds[name] * 1e3:.2f}") for name, label in labels.items())
+    times = ((label, f"{seconds[name] * 1e3:.2f}") for name, label in labels.items() if name in seconds)
     print(markdown_table(["work", "median ms"], times) + "\n")
     print(markdown_table(["ratio", "value"], ((name, f"{value:.3f}") for name, value in ratios.items())))
+    if contexts:
+        print("\n" + markdown_table(contexts[0], (row.values() for row in contexts)))
     milliseconds = {f"{name}_ms": round(value * 1e3, 3) for name, value in seconds.items()}
     rounded = {name: round(value, 4) for name, value in ratios.items()}
-    print(json.dumps(rounded | milliseconds | {"native_bf16": native_bfloat16(device), "threads": args.threads}))
+    machine = {"native_bf16": native_bfloat16(device), "threads": args.threads}
+    print(json.dumps(rounded | milliseconds | machine | ({"context": contexts} if contexts else {})))
 
 
 if __name__ == "__main__":

@@ -61,6 +61,33 @@ def test_cycle_time_reports_what_it_measured(folder, capsys):
     assert result["threads"] == 1
 
 
+def test_cycle_time_compares_compiled_stages_and_contexts(folder, capsys, monkeypatch):
+    """Guards against ratios of other numbers than those shown, and prompts of other lengths than were asked for."""
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # what is timed matters here, not how fast
+    monkeypatch.setattr(cycle_time, "STREAMED", 2**20)
+    more = ["--cycles", "2", "--rounds", "1", "--compile", "--context", "40", "7"]
+    prompts, start = [], cycle_time.Decoder.start
+    monkeypatch.setattr(
+        cycle_time.Decoder, "start", lambda decoder, ids, count: prompts.append(len(ids)) or start(decoder, ids, count)
+    )
+    cycle_time.main(cycle_time.build_parser().parse_args(flags(folder, *more)))
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    expected = {
+        "ar_compiled_over_eager": result["ar_step_compiled_ms"] / result["ar_step_ms"],
+        "cycle_compiled_over_eager": result["cycle_compiled_ms"] / result["cycle_ms"],
+    }
+    assert {name: result[name] for name in expected} == pytest.approx(expected, rel=0.01)
+    assert result["first_compiled_token_ms"] > 0 < result["ar_over_bandwidth_bound"]
+    assert [row["length"] for row in result["context"]] == [7, 40]
+    assert prompts[-10:] == [7] * 5 + [40] * 5
+    for row in result["context"]:
+        assert row["tree4_over_chain"] == pytest.approx(row["tree4_ms"] / row["cycle_ms"], rel=0.05)
+        assert row["prefill_over_hf_generate"] == pytest.approx(row["prefill_ms"] / row["hf_prefill_ms"], rel=0.05)
+    too_long = flags(folder, "--cycles", "2", "--context", "5000")
+    with pytest.raises(ValueError, match=r"--context is 5000: with --cycles 2 and --num_stages 3"):
+        cycle_time.main(cycle_time.build_parser().parse_args(too_long))
+
+
 def test_the_timed_draft_is_that_of_a_steady_cycle(folder, monkeypatch):
     """Guards against a head forward that computes rows a cycle would not, leaves some out, or sees a longer cache."""
     drafts: list[list] = []

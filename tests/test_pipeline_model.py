@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.models.qwen3_5.modeling_qwen3_5 import apply_rotary_pos_emb as apply_partial_rotary_pos_emb
 
 import pipeline_model
-from pipeline_inference import LocalExecutor
+from pipeline_inference import Decoder, LocalExecutor, SPDDrafter
 from pipeline_model import (
     CHECKPOINT_NAME,
     CachePlan,
@@ -699,6 +699,33 @@ def test_grouped_attention_against_plain_loops(masked):
             expected[0, head, row] = scores.softmax(0) @ value[0, head // 2, seen]
     output = grouped_attention(query, key, value, mask if masked else None, 0.3)
     torch.testing.assert_close(output, expected, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("offset", [0, 9])
+def test_a_prompt_attends_in_blocks_as_at_once(offset, monkeypatch):
+    """Guards against a block that misses its own keys, or the prompt's rows in another order."""
+    module = tiny_target("llama").layers[0].self_attn
+    heads, groups, width = 4, module.num_key_value_groups, module.head_dim
+    query = torch.randn(1, heads, 11, width)
+    key, value = torch.randn(2, 1, heads // groups, offset + 11, width)
+    mask = causal_mask(11, offset, CPU)[None, None]
+    whole, _ = pipeline_model._nodes_attention(module, query, key, value, mask, 0.3)
+    monkeypatch.setattr(pipeline_model, "PROMPT_BLOCK", 4)
+    blocks, _ = pipeline_model._nodes_attention(module, query, key, value, mask, 0.3)
+    torch.testing.assert_close(blocks, whole, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("use_deepest", [True, False])
+def test_the_head_takes_a_prompt_in_parts(use_deepest, monkeypatch):
+    """Guards against a long prompt whose parts do not see each other, or stand at other positions."""
+    target = tiny_target("llama")
+    head, sizes, drafts = tiny_head(target, (1, 2, 1)), (1, 2, 1), []
+    for chunk in (100, 4):
+        monkeypatch.setattr(SPDDrafter, "PREFILL_CHUNK", chunk)
+        drafter = SPDDrafter(head, target, sizes, use_deepest)
+        Decoder(LocalExecutor(target, sizes, head.config.anchors), drafter).start(random_prompt(13), 3)._prefill()
+        drafts.append((drafter._cache.length, drafter._cache._keys, drafter._cache._values))
+    torch.testing.assert_close(drafts[1], drafts[0], atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,14 @@
 """The checks that need a GPU, one after the other; benchmarks/gpu_check.sh starts them with a time limit.
 
-    exactness     tiny float32 targets of every family: greedy output equals `model.generate`, chain and tree
-    pipeline      the target and head in bfloat16: equality with standard decoding, speed, times of each stage
-    flash         the same with flash attention, where it can be imported
-    ranks         three ranks on one GPU (gloo, pinned memory): the tokens of one process
-    compile       the same ranks with compiled stages
+    exactness     tiny float32 targets of every family, with windows and without: greedy output equals
+                  `model.generate`, chain and tree
+    compiled      the same through compiled layers, on a GPU as graphs; a family for each kind of layer
+    eager         the target and head in bfloat16: standard decoding and the pipeline, their equality, ms a token, ms a
+                  cycle, and what of a cycle is the host's: in none of the device's spans
+    graphed       the same through compiled layers
+    flash         as eager, with flash attention, where it can be imported
+    ranks         two and three ranks on one GPU (gloo, pinned memory): the tokens of one process
+    graphed_ranks the same ranks with compiled stages
     training      training throughput
 
 Every check has its own line and its own entry in the JSON file: ok, failed, or skipped with the reason. On a CPU
@@ -22,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +56,13 @@ from script_utils import (
     run_script,
     write_json,
 )
-from tests.tiny import FAMILIES, random_prompt, save_target, spd_decoder, tiny_head, tiny_model
+from tests.tiny import FAMILIES, WINDOWED, random_prompt, save_target, spd_decoder, tiny_head, tiny_model
 
 ROOT = Path(__file__).parents[1]
 PROMPT = "Explain how a pipeline keeps several tokens of one sequence in flight at the same time."
 TINY_TOKENS = 24
+KINDS = ("llama", "qwen3 window", "qwen3_5")  # have all kinds of layers: full, sliding and linear attention
+RANKS = {2: ["--colocate_draft"], 3: []}  # by their number, of two stages: how
 
 
 class Skipped(Exception):
@@ -88,25 +94,29 @@ class Checks:
     def left(self) -> float:
         return self._end - time.monotonic()
 
-    def exactness(self) -> dict[str, Any]:
-        """Greedy float32 tokens of every family, single-process, against the library's."""
+    def exactness(self, families: Iterable[str] | None = None, compiled: bool = False) -> dict[str, Any]:
+        """Greedy float32 tokens of every family, or some, single-process, against the library's."""
         compared = 0
-        for family in FAMILIES:
-            model = tiny_model(family).to(self.device)
+        for family in families or (*FAMILIES, *WINDOWED):
+            expected = library_greedy(tiny_model(family).to(self.device), random_prompt(9))
             target = Target(tiny_model(family).to(self.device))
-            prompt = random_prompt(9)
-            expected = library_greedy(model, prompt)
             for width, lag in ((1, 0), (4, 0), (1, 1)):
                 head = tiny_head(target, (2, 2)).to(self.device)
-                tokens = (
-                    spd_decoder(target, head, draft_top_k=width, verify_lag=lag).generate(prompt, TINY_TOKENS).tokens
-                )
+                executor = LocalExecutor(target, (2, 2), head.config.anchors, compiled=compiled)
+                drafter = SPDDrafter(head, target, (2, 2))
+                decoder = Decoder(executor, drafter, draft_top_k=width, verify_lag=lag)
+                tokens = decoder.generate(random_prompt(9), TINY_TOKENS).tokens
                 if tokens != expected:
                     raise ValueError(f"{family}, W = {width}, verify_lag {lag}: {tokens} instead of {expected}")
                 compared += 1
         return {"generations": compared, "tokens": compared * TINY_TOKENS}
 
-    def pipeline(self, attn_implementation: str = "sdpa") -> dict[str, Any]:
+    def compiled(self) -> dict[str, Any]:
+        if self.device.type == "cpu":
+            raise Skipped("tests/test_compiled.py compiles on a CPU")
+        return self.exactness(KINDS, compiled=True)
+
+    def eager(self, attn_implementation: str = "sdpa", compiled: bool = False) -> dict[str, Any]:
         """Pipeline beside standard decoding on the real target, bfloat16 on a GPU."""
         args = self.args
         if not Path(args.base_model_path).is_dir() or not Path(args.spec_head_ckpt).exists():
@@ -118,13 +128,13 @@ class Checks:
         head = load_head(args.spec_head_ckpt, target)
         sizes = head.config.split(target.num_layers)
         prompt = encode_prompt(load_tokenizer(args.base_model_path), PROMPT)
-        standard = Decoder(LocalExecutor(target, (target.num_layers,)))
-        executor = LocalExecutor(target, sizes, head.config.anchors)
+        standard = Decoder(LocalExecutor(target, (target.num_layers,), compiled=compiled))
+        executor = LocalExecutor(target, sizes, head.config.anchors, compiled=compiled)
         decoder = Decoder(executor, SPDDrafter(head, target, sizes))
         for warm in (standard, decoder):
             warm.generate(prompt, 8)
         expected, result = (d.generate(prompt, args.max_new_tokens) for d in (standard, decoder))
-        report = self._times(result) | {"standard_tokens_per_second": round(expected.tokens_per_second, 2)}
+        report = {"standard": times(expected), "pipeline": times(result)}
         at = shared_length(expected.tokens, result.tokens)
         report |= {"dtype": str(dtype).removeprefix("torch."), "equal_tokens": at, "tokens": len(result.tokens)}
         if at < min(len(expected.tokens), len(result.tokens)):
@@ -134,45 +144,42 @@ class Checks:
                 raise ValueError(f"float32 output differs from token {at}: {report}")
         return report
 
-    def _times(self, result: GenerationResult) -> dict[str, Any]:
-        """Speeds, and milliseconds a cycle: on a GPU by CUDA events."""
-        timings = result.timings
-        return {
-            "tokens_per_second": round(result.tokens_per_second, 2),
-            "alpha": None if result.alpha is None else round(result.alpha, 3),
-            "stage_ms": [round(seconds / result.cycles * 1e3, 3) for seconds in timings.stages],
-            "draft_ms": round(timings.draft / result.cycles * 1e3, 3),
-            "verify_ms": round(timings.verify / result.cycles * 1e3, 3),
-            "ideal_tokens_per_second": round(result.new_tokens / timings.ideal_decode, 2),
-        }
+    def graphed(self) -> dict[str, Any]:
+        return self.eager(compiled=True)
 
     def flash(self) -> dict[str, Any]:
         if self.device.type == "cpu":
             raise Skipped("flash attention runs on GPUs")
         if importlib.util.find_spec("flash_attn") is None:
             raise Skipped("flash_attn is not installed: pip install -r requirements-cuda.txt")
-        return self.pipeline("flash_attention_2")
+        return self.eager("flash_attention_2")
 
     def ranks(self, *flags: str) -> dict[str, Any]:
-        """A draft rank and two stages of a tiny target on this one device, against one process."""
+        """Two stages of a tiny target on this one device, the draft beside them or with the first, against one process.
+
+        Tokens/s by the number of ranks.
+        """
         with tempfile.TemporaryDirectory() as folder:
             save_target(f"{folder}/target")
             target = Target.load(f"{folder}/target", device=self.device)
             save_head(tiny_head(target, (2, 2)), f"{folder}/head.pt")
             result = spd_decoder(target, load_head(f"{folder}/head.pt", target)).generate([5, 17, 3], TINY_TOKENS)
-            place = "cpu" if self.device.type == "cpu" else ",".join([str(self.device.index or 0)] * 3)
+            expected = " ".join(f"w{token}" for token in result.tokens)
             script = [str(ROOT / "distributed_inference/example_mp_pipeline_generate.py"), "--prompt", "w5 w17 w3"]
             paths = ["--base_model_path", f"{folder}/target", "--spec_head_ckpt", f"{folder}/head.pt"]
-            where = ["--rank_gpus", place, "--dist_backend", "gloo", "--dtype", "float32"]
-            limits = ["--max_new_tokens", str(TINY_TOKENS), *flags]
-            torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3"]
-            out = self._run(*torchrun, *script, *paths, *where, *limits)
-        expected = " ".join(f"w{token}" for token in result.tokens)
-        if expected not in out:
-            raise ValueError(f"three ranks wrote something else than {expected!r}: {out[-300:]!r}")
-        return {"tokens": TINY_TOKENS, "tokens_per_second": float(re.search(r"([\d.]+) tokens/s", out)[1])}
+            speeds = {}
+            for count, layout in RANKS.items():
+                place = "cpu" if self.device.type == "cpu" else ",".join([str(self.device.index or 0)] * count)
+                where = ["--rank_gpus", place, "--dist_backend", "gloo", "--dtype", "float32", *layout]
+                limits = ["--max_new_tokens", str(TINY_TOKENS), *flags]
+                torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"]
+                out = self._run(*torchrun, *script, *paths, *where, *limits)
+                if expected not in out:
+                    raise ValueError(f"{count} ranks wrote something else than {expected!r}: {out[-300:]!r}")
+                speeds[str(count)] = float(re.search(r"([\d.]+) tokens/s", out)[1])
+        return {"tokens": TINY_TOKENS, "tokens_per_second": speeds}
 
-    def compile(self) -> dict[str, Any]:
+    def graphed_ranks(self) -> dict[str, Any]:
         return self.ranks("--compile")
 
     def training(self) -> dict[str, Any]:
@@ -209,6 +216,23 @@ class Checks:
         return entry | {"seconds": round(time.monotonic() - begun, 1)}
 
 
+def times(result: GenerationResult) -> dict[str, Any]:
+    """Speed, and milliseconds a token and a cycle: on a GPU its own by CUDA events."""
+    timings, cycles = result.timings, result.cycles
+    spans = sum(timings.stages) + timings.draft + timings.verify
+    return {
+        "tokens_per_second": round(result.tokens_per_second, 2),
+        "alpha": None if result.alpha is None else round(result.alpha, 3),
+        "token_ms": round(timings.decode / result.new_tokens * 1e3, 3),
+        "cycle_ms": round(timings.decode / cycles * 1e3, 3),
+        "host_ms": round((timings.decode - spans) / cycles * 1e3, 3),
+        "stage_ms": [round(seconds / cycles * 1e3, 3) for seconds in timings.stages],
+        "draft_ms": round(timings.draft / cycles * 1e3, 3),
+        "verify_ms": round(timings.verify / cycles * 1e3, 3),
+        "ideal_tokens_per_second": round(result.new_tokens / timings.ideal_decode, 2),
+    }
+
+
 def library_greedy(model: PreTrainedModel, prompt: list[int]) -> list[int]:
     """New tokens of `model.generate`, greedy, on the model's device."""
     ids = torch.tensor([prompt], device=model.device)
@@ -232,7 +256,8 @@ def main(args: argparse.Namespace) -> int:
     print("\n".join(f"{name:<9}{value}" for name, value in card.items()))
     print("\n| check | status | seconds | details |\n|---|---|---|---|", flush=True)
     results = {}
-    for check in (checks.exactness, checks.pipeline, checks.flash, checks.ranks, checks.compile, checks.training):
+    todo = (checks.exactness, checks.compiled, checks.eager, checks.graphed, checks.flash)
+    for check in (*todo, checks.ranks, checks.graphed_ranks, checks.training):
         entry = results[check.__name__] = checks.outcome(check)
         details = {name: value for name, value in entry.items() if name not in ("status", "seconds")}
         print(f"| {check.__name__} | {entry['status']} | {entry.get('seconds', 0)} | {details} |", flush=True)

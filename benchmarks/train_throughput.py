@@ -4,6 +4,9 @@ The plain form is what METHOD section 4 says, written down directly: all m*S row
 (m*S)^2 mask, teacher and draft logits at every position, softmax over them, then the supervised ones are picked. Both
 run whole steps (teacher pass, forward, backward) on the same batch, in turns, in one process. "cached" is this code in
 an epoch after the first, with the teacher pass read from `--feature_cache`.
+
+The bound of a step is what its multiplications, counted while it runs, would take at the rate of one large product of
+matrices, measured in the same process, dtype and threads.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import datasets
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -43,6 +47,7 @@ from script_utils import DTYPES, Parser, dtype_name, markdown_table, run_script
 
 FORMS = ("plain", "ours", "cached")
 MEMORY_FORMS = ("plain", "ours")
+GEMM_SIZE, GEMM_RUNS = {"cpu": 1024, "cuda": 8192}, 5
 
 
 def build_parser() -> Parser:
@@ -172,6 +177,30 @@ class Bench:
         value = float((total / counted).detach())  # waits for the device
         return time.perf_counter() - begun, value
 
+    def multiplications(self, form: str, vocabulary: str) -> float:
+        """Floating-point operations of the products in one step."""
+        with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: added_product}) as counter:
+            self.step(form, vocabulary)
+        return counter.get_total_flops()
+
+    def gemm_rate(self) -> float:
+        """Operations a second of a large product in the steps' dtype: the best of some."""
+        size = GEMM_SIZE[self.device.type]
+        dtype = torch.float32 if self.args.autocast == "none" else DTYPES[self.args.autocast]
+        first, second = torch.randn(2, size, size, device=self.device).to(dtype)
+        seconds = []
+        for _ in range(GEMM_RUNS):
+            begun = time.perf_counter()
+            product = first @ second
+            float(product[0, 0])  # waits for the device
+            seconds.append(time.perf_counter() - begun)
+        return 2 * size**3 / min(seconds)
+
+
+def added_product(_sum, first, second, **_) -> int:
+    """Operations of `addmm_`, from the shapes of its arguments: torch counts all other products by itself."""
+    return 2 * first[0] * first[1] * second[1]
+
 
 def peak_memory(form: str) -> float:
     """Bytes that one step of a form needs beyond what was there before it, measured in a process of its own."""
@@ -219,21 +248,28 @@ def main(args: argparse.Namespace) -> None:
                 if step:  # the first one warms up
                     seconds[kind].append(lasted)
                 bar.update()
+        rate = bench.gemm_rate()
+        bound = {kind: bench.multiplications(*kind) / rate for kind in kinds}
         memory = {}
         for form in MEMORY_FORMS:
             memory[form] = peak_memory(form)
             bar.update()
-    report(args, bench, {kind: statistics.median(values) for kind, values in seconds.items()}, losses, memory)
+    medians = {kind: statistics.median(values) for kind, values in seconds.items()}
+    report(args, bench, medians, bound, losses, memory)
 
 
-def report(args: argparse.Namespace, bench: Bench, seconds: dict, losses: dict, memory: dict[str, float]) -> None:
+def report(
+    args: argparse.Namespace, bench: Bench, seconds: dict, bound: dict, losses: dict, memory: dict[str, float]
+) -> None:
+    """The card, the table and the JSON; all by (form, vocabulary). bound: seconds that the products would take."""
     rate = {kind: bench.tokens / lasted for kind, lasted in seconds.items()}
     batch = f"{args.batch_size} x {args.length}, {bench.tokens} supervised, autocast {args.autocast}"
     print_card(args, bench.device, batch=batch)
-    heads = ["draft vocabulary", "form", "s a step", "supervised tokens/s", "loss"]
+    heads = ["draft vocabulary", "form", "s a step", "supervised tokens/s", "loss", "of it products"]
+    share = {kind: bound[kind] / lasted for kind, lasted in seconds.items()}
     lines = (
-        (vocabulary, form, f"{lasted:.2f}", f"{rate[form, vocabulary]:.0f}", f"{losses[form, vocabulary]:.4f}")
-        for (form, vocabulary), lasted in seconds.items()
+        (*kind[::-1], f"{lasted:.2f}", f"{rate[kind]:.0f}", f"{losses[kind]:.4f}", f"{share[kind]:.2f}")
+        for kind, lasted in seconds.items()
     )
     print(markdown_table(heads, lines))
     print(f"\npeak memory of a step, 16k: plain {memory['plain'] / 1e6:.0f} MB, ours {memory['ours'] / 1e6:.0f} MB")
@@ -244,6 +280,8 @@ def report(args: argparse.Namespace, bench: Bench, seconds: dict, losses: dict, 
         "speedup_full_cached": round(rate["cached", "full"] / rate["plain", "full"], 3),
         "tokens_per_s_16k": round(rate["ours", "16k"], 1),
         "tokens_per_s_16k_cached": round(rate["cached", "16k"], 1),
+        "fraction_of_gemm_bound_16k": round(share["ours", "16k"], 3),
+        "fraction_of_gemm_bound_full": round(share["ours", "full"], 3),
         "peak_memory_ratio": round(memory["ours"] / memory["plain"], 3),
         "autocast": args.autocast,
         "threads": args.threads,

@@ -12,11 +12,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import cycle_overhead, cycle_time, muon_step, train_throughput
+from benchmarks import cycle_overhead, cycle_time, gpu_check, muon_step, train_throughput
 from pipeline_inference import SPDDrafter
-from pipeline_model import SpeculationHead
+from pipeline_model import SpeculationHead, Target, save_head
 from tests.ranks import CONTEXT
-from tests.tiny import CHAT_TEMPLATE, save_target
+from tests.tiny import CHAT_TEMPLATE, save_target, tiny_head
 
 CARD = ["target", "machine", "bfloat16", "versions"]
 
@@ -172,8 +172,40 @@ def test_train_throughput_reports_what_it_measured(folder, capsys, monkeypatch):
         assert table[size, "plain"][2] == table[size, "ours"][2]
         # Its hidden states have gone through bfloat16.
         assert float(table[size, "cached"][2]) == pytest.approx(float(table[size, "ours"][2]), rel=0.01)
+    for size in ("16k", "full"):
+        share = float(table[size, "ours"][3])
+        assert share == pytest.approx(result[f"fraction_of_gemm_bound_{size}"], abs=0.006)
     assert result["tokens_per_s_16k"] == pytest.approx(float(table["16k", "ours"][1]), abs=1)
     assert re.search(r"peak memory of a step, 16k: plain \d+ MB, ours \d+ MB", out)
+
+
+def test_the_gpu_check_runs_as_far_as_a_cpu_can(folder, tmp_path, capsys, monkeypatch):
+    """Guards the one script that nobody here can run on its device: what each check reports, that a failed one does not
+    hide the others, and the exit code. Ranks, which are processes, say something wrong here."""
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    monkeypatch.setattr(gpu_check.Checks, "_run", lambda checks, *command: "nothing")
+    target = Target.load(str(folder))
+    save_head(tiny_head(target, (2, 2, 2)), tmp_path / "head.pt")
+    output = tmp_path / "found.json"
+    flags = ["--device", "cpu", "--base_model_path", str(folder), "--spec_head_ckpt", str(tmp_path / "head.pt")]
+    monkeypatch.setattr(gpu_check, "PROMPT", "w3 w9 w5")
+    monkeypatch.setattr(gpu_check, "FAMILIES", ["llama"])
+    monkeypatch.setattr(gpu_check, "WINDOWED", ["qwen3 window"])
+    args = gpu_check.build_parser().parse_args([*flags, "--max_new_tokens", "6", "--output", str(output)])
+    assert gpu_check.main(args) == 1
+    checks = json.loads(output.read_text())["checks"]
+    states = {name: entry["status"] for name, entry in checks.items()}
+    assert states == {
+        **{"exactness": "ok", "compiled": "skipped", "eager": "ok", "graphed": "ok", "flash": "skipped"},
+        **{"ranks": "failed", "graphed_ranks": "failed", "training": "skipped"},
+    }
+    assert checks["exactness"]["generations"] == 3 * 2
+    for kind in ("eager", "graphed"):
+        assert checks[kind]["equal_tokens"] == 6
+        for row in (checks[kind]["standard"], checks[kind]["pipeline"]):
+            parts = sum(row["stage_ms"]) + row["draft_ms"] + row["verify_ms"]
+            assert row["cycle_ms"] == pytest.approx(parts + row["host_ms"], abs=0.01)
+    assert "2 ranks wrote something else" in checks["ranks"]["reason"]
 
 
 @pytest.mark.parametrize(
@@ -202,3 +234,15 @@ def test_muon_step_times_all_three_kinds(folder, capsys, monkeypatch):
     assert shown == {name: pytest.approx(result[f"{name}_ms"], abs=0.06) for name in ("alone", "shared", "library")}
     assert result["shared_over_alone"] == pytest.approx(result["shared_ms"] / result["alone_ms"], rel=0.01)
     assert result["alone_over_library"] == pytest.approx(result["alone_ms"] / result["library_ms"], rel=0.01)
+
+
+def test_the_products_of_a_training_step_are_counted(folder):
+    """Guards the bound of a step: every product, forward and backward, in place or not, against a count by hand."""
+    args = train_throughput.build_parser().parse_args(
+        flags(folder, "--batch_size", "1", "--length", "24", "--autocast", "none")
+    )
+    bench = train_throughput.Bench(args, torch.device("cpu"))
+    counts = {size: bench.multiplications("ours", size) for size in bench.heads}
+    more, width = 61 - 20, bench.target.config.hidden_size
+    # A larger draft vocabulary: logits and their two gradients. The teacher's are of the whole vocabulary in any case.
+    assert counts["full"] - counts["16k"] == 3 * 2 * bench.tokens * width * more

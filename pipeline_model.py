@@ -1878,15 +1878,10 @@ class _Distillation(torch.autograd.Function):
         with torch.autocast(draft.device.type, enabled=False):
             kl_share = rows.kl_share()
             for part in rows.parts():
-                hidden, logits, target, best = rows.logits(part)
-                inside = best >= 0
-                agreed += (logits.argmax(dim=-1) == best).sum()
-                weight = inside if weights is None else inside * weights[part]
-                counted += weight.sum()
-                loss, grad = rows.terms_of(logits, target, kl_share)
+                loss, weight, right = rows.step(part, None if weights is None else weights[part], kl_share, grads)
                 total += (loss * weight).sum()
-                if learning:
-                    grads.add(part, grad.mul_(weight[:, None]), hidden, rows.weight)
+                counted += weight.sum()
+                agreed += right.sum()
         if learning:
             ctx.save_for_backward(grads.draft, grads.weight)
             ctx.dtype = draft.dtype
@@ -1981,6 +1976,21 @@ class _LossRows:
             best = self.rank_of[best]
         return hidden, linear(hidden, self.weight).float(), target, best
 
+    def step(
+        self, part: slice, weights: Tensor | None, kl_share: float, grads: _LossGradients | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The loss of some positions [p], their weights, and where the argmaxes agree; adds their gradients to `grads`.
+
+        A step of its own, so that nothing of it is held while the next one makes its logits.
+        """
+        hidden, logits, target, best = self.logits(part)
+        inside, agreed = best >= 0, logits.argmax(dim=-1) == best
+        weight = inside if weights is None else inside * weights
+        loss, grad = self.terms_of(logits, target, kl_share)
+        if grads is not None:
+            grads.add(part, grad.mul_(weight[:, None]), hidden, self.weight)
+        return loss, weight, agreed
+
     def kl_share(self) -> float:
         """lk: lambda = exp(-eta * mean acceptance over the batch); a constant, for no gradient goes through it."""
         if self.terms.kind != "lk":
@@ -1996,9 +2006,12 @@ class _LossRows:
         return logits.div_(self.terms.temperature).log_softmax(dim=-1)
 
     def terms_of(self, logits: Tensor, target: Tensor, kl_share: float) -> tuple[Tensor, Tensor]:
-        """The loss of each position [p], and its gradient by the draft's logits [p, V_d]. Overwrites `logits`."""
+        """The loss of each position [p], and its gradient by the draft's logits [p, V_d].
+
+        Overwrites `logits` and `target`: these are the largest things that a step needs at the same time.
+        """
         tau, log_q = self.terms.temperature, self._log_q(logits)
-        q, loss, grad = log_q.exp(), 0.0, None
+        q, loss, grad = torch.exp(log_q, out=logits), 0.0, None
         if self.terms.kind == "ce":
             return -log_q.gather(1, target)[:, 0], q.scatter_add_(1, target, q.new_full(target.shape, -1)).div_(tau)
         if self.terms.kind == "reverse_kl":
@@ -2014,8 +2027,8 @@ class _LossRows:
             # As usual for distillation, KL alone is times tau^2, so that its gradient does not fade with tau.
             scale = tau**2 if self.terms.kind == "kl" else kl_share
             log_p = target.log_softmax(dim=-1)
-            p = log_p.exp()
-            loss = loss + scale * (log_p.sub_(log_q) * p).sum(dim=-1)
+            p = torch.exp(log_p, out=target)
+            loss = loss + scale * log_p.sub_(log_q).mul_(p).sum(dim=-1)
             difference = q.sub_(p).mul_(scale / tau)
             grad = difference if grad is None else grad.add_(difference)
         return loss, grad

@@ -6,7 +6,7 @@ run whole steps (teacher pass, forward, backward) on the same batch, in turns, i
 an epoch after the first, with the teacher pass read from `--feature_cache`.
 
 The bound of a step is what its multiplications, counted while it runs, would take at the rate of one large product of
-matrices, measured in the same process, dtype and threads.
+matrices, measured between the steps in the same process, dtype and threads.
 """
 
 from __future__ import annotations
@@ -183,18 +183,17 @@ class Bench:
             self.step(form, vocabulary)
         return counter.get_total_flops()
 
-    def gemm_rate(self) -> float:
-        """Operations a second of a large product in the steps' dtype: the best of some."""
+    def product_seconds(self) -> float:
+        """Seconds of one product of GEMM_SIZE x GEMM_SIZE matrices in the steps' dtype: the median of some."""
         size = GEMM_SIZE[self.device.type]
         dtype = torch.float32 if self.args.autocast == "none" else DTYPES[self.args.autocast]
         first, second = torch.randn(2, size, size, device=self.device).to(dtype)
         seconds = []
         for _ in range(GEMM_RUNS):
             begun = time.perf_counter()
-            product = first @ second
-            float(product[0, 0])  # waits for the device
+            float((first @ second)[0, 0])  # waits for the device
             seconds.append(time.perf_counter() - begun)
-        return 2 * size**3 / min(seconds)
+        return statistics.median(seconds)
 
 
 def added_product(_sum, first, second, **_) -> int:
@@ -238,7 +237,7 @@ def main(args: argparse.Namespace) -> None:
         return measure_memory(bench, args.memory_of)
     kinds = [(form, vocabulary) for vocabulary in bench.heads for form in FORMS]
     seconds: dict[tuple[str, str], list[float]] = {kind: [] for kind in kinds}
-    losses = {}
+    losses, products = {}, []
     bar = tqdm(total=(args.steps + 1) * len(kinds) + len(MEMORY_FORMS), desc="train_throughput", unit="step")
     with bar, tempfile.TemporaryDirectory() as folder:
         bench.open_cache(Path(folder))
@@ -248,7 +247,8 @@ def main(args: argparse.Namespace) -> None:
                 if step:  # the first one warms up
                     seconds[kind].append(lasted)
                 bar.update()
-        rate = bench.gemm_rate()
+            products.append(bench.product_seconds())  # between the steps: what slows these down slows it down, too
+        rate = 2 * GEMM_SIZE[bench.device.type] ** 3 / statistics.median(products)
         bound = {kind: bench.multiplications(*kind) / rate for kind in kinds}
         memory = {}
         for form in MEMORY_FORMS:

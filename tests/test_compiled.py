@@ -5,6 +5,7 @@ compile.
 """
 
 import random
+import shutil
 import sys
 from functools import cache
 
@@ -40,6 +41,7 @@ from tests.tiny import (
 from tests.tiny_baselines import shadow, tiny_eagle3, tiny_ppsd
 
 SIZES, TOKENS, PROMPT = (1, 2, 1), 14, 9
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="--compile needs a C++ compiler on a CPU")
 
 
 @pytest.fixture
@@ -181,6 +183,7 @@ def test_a_kind_of_layer_is_compiled_once_a_capacity(family, kinds, compilations
     assert len(compilations) <= 2 * kinds + 1
 
 
+@needs_compiler
 @pytest.mark.compiled
 def test_a_compiled_target_and_pipeline_decode_the_same():
     """Guards against code that only the compiler makes wrong, and against a layer of the same kind that compiles again:
@@ -211,6 +214,7 @@ def test_a_compiled_row_is_multiplied_as_by_the_library(dtype):
         torch.testing.assert_close(product.double(), exact, atol=1e-5, rtol=2 * torch.finfo(dtype).eps)
 
 
+@needs_compiler
 def test_compiled_rows_have_settings_and_files_of_their_own(files):
     """Guards against compiled rows that go on in an eager run's file, and an eager baseline beside them."""
     flags = ["--base_model_path", str(files / "target"), "--spec_head_ckpt", str(files / "head.pt"), "--gpus", "cpu"]
@@ -269,6 +273,7 @@ def breaking(mlp, hidden):
     return hidden
 
 
+@needs_compiler
 def test_layers_that_do_not_compile_end_the_run(files, monkeypatch, capsys):
     """Guards against layers that run uncompiled under a compiled run's name; one line, exit code 2, no failed rows."""
     torch._dynamo.reset()  # what other tests have compiled is not asked for again

@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast
 
 import pipeline_inference
+from baselines import train_baseline
 from baselines.dflash import (
     Blocks,
     BlockTerms,
@@ -31,6 +32,7 @@ from baselines.dflash import (
     tap_layers,
 )
 from baselines.eagle3 import ChainExecutor
+from baselines.train_baseline import DFlashLoss
 from pipeline_inference import Completed, Decoder, LocalExecutor, Logits, PromptOutput, Sampling
 from pipeline_model import CachePlan, LossTerms, load_head, rows_loss, save_head, teacher_features
 from tests.tiny import VOCAB, hf_greedy, layer_outputs, oracle, random_prompt, tiny_target
@@ -350,6 +352,20 @@ def test_weights_of_slots():
                     product *= 0.5 + 0.5 * float(right[row, earlier]) if counted[row, earlier] else 1.0
                 total += product * bool(counted[row, later])
             assert float(ours[row, slot]) == pytest.approx(total, abs=1e-5)
+
+
+def test_anchors_are_drawn_anew_in_training_alone(monkeypatch):
+    """Guards against a run that sees the same blocks in every pass, one that cannot be continued, and held-out figures
+    that change from draw to draw."""
+    target = deep_target()
+    loss = DFlashLoss(drafter_for(target), target, terms=BlockTerms(), num_anchors=3, seed=0)
+    labels, drawn = torch.zeros(2, 40, dtype=torch.long), []
+    monkeypatch.setattr(train_baseline, "block_loss", lambda *_, blocks, **__: drawn.append(blocks.anchors.tolist()))
+    for training, number in ((True, 0), (True, 1), (True, 0), (False, 0), (False, 1)):
+        loss.train(training)
+        loss({"labels": labels}, (6,), 1, number)
+    first, second, again, held_out, other = drawn
+    assert first == again != second != held_out == other != first
 
 
 @pytest.mark.parametrize(("train_lm_head", "learned_mask"), [(False, False), (True, True)])

@@ -46,6 +46,15 @@ def test_runs_of_every_kind_log_their_traces(work, tmp_path, more):  # noqa: F81
     assert all(trace["verified"] > 10 and trace["accept_length"] >= 0.9 for trace in held_out)
 
 
+def test_held_out_texts_are_not_counted(work, tmp_path):  # noqa: F811
+    """Guards the running acceptance, with which the flags of a new text begin, against validations in between."""
+    often, once = tmp_path / "often", tmp_path / "once"
+    for folder, interval in ((often, 1), (once, 100)):
+        assert run(work, folder, *REPLAY, "--max_steps", 3, "--eval_interval", interval) == 0
+    assert training_lines(often)[-1]["trace_n4"] == training_lines(once)[-1]["trace_n4"]
+    assert_same_weights(weights(often), weights(once))
+
+
 def test_resume_is_exact(work, tmp_path):  # noqa: F811
     """Guards the running acceptance, with which the flags of a new text begin: it is part of a checkpoint."""
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"

@@ -180,7 +180,7 @@ def mask_token_id(tokenizer: PreTrainedTokenizerBase, token: str | None, vocab_s
         token = next((name for name in MASK_TOKENS if name in known), None)
         if token is None:
             raise ValueError("--mask_token is missing: name a token of the target's tokenizer that no text has")
-    mask = known.get(token, int(token) if token.isdecimal() else -1)
+    mask = int(token) if token.isdecimal() else known.get(token, -1)  # a tokenizer may have tokens that are numbers
     if not 0 <= mask < vocab_size:
         raise ValueError(
             f"--mask_token is {token!r}: neither a token of the target's tokenizer nor an id below {vocab_size}"

@@ -726,7 +726,7 @@ def test_checkpoints_come_back_and_others_are_refused(tmp_path, fields):
 
 def test_mask_tokens():
     """Guards against a mask that means something: an end token, a turn's, or one that no target has."""
-    words = {"a": 0, "<eos>": 1, "user": 2, "<reponame>": 3, "nowhere": 4}
+    words = {"a": 0, "<eos>": 1, "user": 2, "<reponame>": 3, "nowhere": 4, "9": 5}
     backend = Tokenizer(models.WordLevel(words, unk_token="a"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", unk_token="a")
     tokenizer.chat_template = "{% for m in messages %}user {{ m.content }}{% endfor %}"

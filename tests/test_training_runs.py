@@ -14,6 +14,7 @@ from pipeline_model import HeadConfig, read_checkpoint
 from script_utils import lock_folder
 from tests.test_train import VOCAB, assert_same_weights, run, script_error, weights
 from tests.test_train import work as work  # a fixture
+from tests.tiny import FAMILIES
 from training_state import list_checkpoints
 
 
@@ -29,12 +30,12 @@ def test_the_last_validation_loses_nothing(work, tmp_path, monkeypatch, capsys, 
     assert run(work, whole, "--max_steps", 3) == 0
     load = train.Trainer.load
 
-    def stopped(self, part, rows):
+    def stopped(self, part, *rows):
         if part == "val":
             if crash:
                 raise RuntimeError("out of memory")
             os.kill(os.getpid(), signal.SIGTERM)
-        return load(self, part, rows)
+        return load(self, part, *rows)
 
     with monkeypatch.context() as patch:
         patch.setattr(train.Trainer, "load", stopped)
@@ -53,10 +54,10 @@ def test_a_closed_terminal_leaves_a_checkpoint(work, tmp_path, monkeypatch):
     """Guards ssh that drops: SIGHUP killed the run. A validation amid the run is left at once, too."""
     load = train.Trainer.load
 
-    def stopped(self, part, rows):
+    def stopped(self, part, *rows):
         if part == "val":
             os.kill(os.getpid(), signal.SIGHUP)
-        return load(self, part, rows)
+        return load(self, part, *rows)
 
     monkeypatch.setattr(train.Trainer, "load", stopped)
     assert run(work, tmp_path, "--max_steps", 9, "--eval_interval", 2) == 128 + signal.SIGHUP
@@ -179,14 +180,31 @@ def test_a_refusal_names_what_differs(work, tmp_path, capsys):
 PAPER = "--model_name M --data_path F --num_stages 8 --output_dir O"
 
 
-def test_defaults_are_the_papers():
+def test_defaults_are_the_papers(monkeypatch):
     """Guards users of the paper's command line against another head without a word: 64 sequences a step on 8
     processes, 4 speculation layers, no weight decay, nothing under 10 tokens, longer examples left out."""
     args = train.build_parser().parse_args(PAPER.split())
+    target = FAMILIES["llama"](max_position_embeddings=4096)
+    for name in ("load_target_config", "check_target_weights"):
+        monkeypatch.setattr(train, name, lambda *_, **__: target)
+    train.target_config(args)
     assert 8 * args.batch_size * args.gradient_accumulation_steps == 64
     assert (args.num_spec_layers, args.weight_decay, args.min_length, args.max_length) == (4, 0, 10, 2048)
     assert (args.max_length_overflow, args.lr, args.lr_scheduler, args.warmup_steps) == ("discard", 1e-4, "linear", 100)
     assert (args.epochs, args.max_grad_norm, args.optimizer, args.mask_assistant) == (1, 1.0, "adamw", True)
+
+
+def test_a_target_of_few_positions_takes_the_papers_command_line(monkeypatch):
+    """Guards the paper's command line on a small target: its default of 2,048 tokens is then the target's limit; a
+    --max_length that is given and does not fit is refused."""
+    target = FAMILIES["llama"](max_position_embeddings=256)
+    for name in ("load_target_config", "check_target_weights"):
+        monkeypatch.setattr(train, name, lambda *_, **__: target)
+    args = train.build_parser().parse_args(PAPER.split())
+    train.target_config(args)
+    assert args.max_length == 256
+    with pytest.raises(ValueError, match="--max_length is 300"):
+        train.target_config(train.build_parser().parse_args([*PAPER.split(), "--max_length", "300"]))
 
 
 @pytest.mark.parametrize(

@@ -981,10 +981,8 @@ class HeldOutTraces:
             values = reduce(sums).cpu().numpy()
             counts = TraceCounts(values[:n], values[n : 2 * n], int(values[-1]))
             if counts.verified:
-                pairs = zip(counts.accepted_by_fill, counts.verified_by_fill, strict=True)
-                by_fill = [accepted / verified if verified else None for accepted, verified in pairs]
-                figures = {"alpha": counts.alpha, "alpha_by_fill": by_fill, "accept_length": counts.accept_length}
-                traces.append({"num_stages": n, "verified": counts.verified} | figures)
+                names = ("verified", "alpha", "alpha_by_fill", "accept_length")
+                traces.append({"num_stages": n} | {name: getattr(counts, name) for name in names})
         return {"traces": traces} if traces else {}
 
 

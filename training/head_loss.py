@@ -154,9 +154,10 @@ class ReplayLoss(HeadLoss):
         figures = {}
         for n, (verified, accepted, changed) in sorted(self._window.items()):
             if events := verified.sum():
+                counts = TraceCounts(verified, accepted, runs=0)  # runs are not summed up here, nor asked for
                 figures[f"trace_n{n}"] = {
-                    "alpha": accepted.sum() / events,
-                    "alpha_by_fill": [a / v if v else None for a, v in zip(accepted, verified, strict=True)],
+                    "alpha": counts.alpha,
+                    "alpha_by_fill": counts.alpha_by_fill,
                     "mean_fill": float(verified @ np.arange(1, n + 1) / events),
                     "fills_changed": changed.sum() / events,
                 }

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from decoding_metrics import accept_length, alpha
 from pipeline_inference import Sampling
 from pipeline_model import LOSS_CHUNK, SpeculationHead, Target, grouped_attention
 
@@ -71,7 +72,13 @@ class TraceCounts:
     @property
     def alpha(self) -> float | None:
         """Accepted / verified drafts; None without an event."""
-        return float(self.accepted_by_fill.sum() / self.verified) if self.verified else None
+        return float(alpha(self.accepted_by_fill.sum(), self.verified)) if self.verified else None
+
+    @property
+    def alpha_by_fill(self) -> list[float | None]:
+        """alpha of the drafts made with F tokens in flight, F = 1 .. n; None for a fill without an event."""
+        pairs = zip(self.accepted_by_fill, self.verified_by_fill, strict=True)
+        return [float(alpha(accepted, verified)) if verified else None for accepted, verified in pairs]
 
     @property
     def cycles(self) -> int:
@@ -81,14 +88,8 @@ class TraceCounts:
     @property
     def accept_length(self) -> float | None:
         """L_acc of an even split: n * tokens / cycles; None without an event."""
-        return len(self.verified_by_fill) * self.verified / self.cycles if self.verified else None
-
-    def __add__(self, other: TraceCounts) -> TraceCounts:
-        return TraceCounts(
-            self.verified_by_fill + other.verified_by_fill,
-            self.accepted_by_fill + other.accepted_by_fill,
-            self.runs + other.runs,
-        )
+        n = len(self.verified_by_fill)
+        return accept_length(n, self.verified, self.cycles) if self.verified else None
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@
         --datasets mt_bench gsm8k humaneval --prompts_per_dataset 80
 
 Every combination of head, temperature, draft-tree width and number of stages is one run, with its own rows in raw/ and
-its own summary in summary/ (evaluation_files.py). Several GPUs share a run's samples. A killed run goes on with
---resume. What the numbers mean stands in evaluation_metrics.py.
+its own summary in summary/ (evaluation/files.py). Several GPUs share a run's samples. A killed run goes on with
+--resume. What the numbers mean stands in evaluation/metrics.py.
 """
 
 from __future__ import annotations
@@ -19,11 +19,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from chat_template import add_template_flags
-from evaluation_data import digest_prompts
-from evaluation_files import RowLog, read_runs, read_summaries
-from evaluation_methods import METHODS
-from evaluation_metrics import (
+from evaluation.files import RowLog, read_runs, read_summaries
+from evaluation.methods import METHODS
+from evaluation.metrics import (
     Key,
     Row,
     head_results,
@@ -34,9 +32,13 @@ from evaluation_metrics import (
     row_key,
     summarise,
 )
-from evaluation_plan import Plan, PlannedRun, Planner
-from evaluation_plots import plot_summary
-from evaluation_workers import Task, Workers
+from evaluation.plan import Plan, PlannedRun, Planner
+from evaluation.plots import plot_summary
+from evaluation.prompts import digest_prompts
+from evaluation.summary_page import write_summary_page
+from evaluation.workers import Task, Workers
+from loading.chat_template import add_template_flags
+from loading.target_files import QUANTIZATIONS
 from pipeline_inference import add_compile_argument, print_unused_settings
 from pipeline_model import ATTN_IMPLEMENTATIONS
 from script_utils import (
@@ -51,8 +53,6 @@ from script_utils import (
     run_script,
     write_json,
 )
-from target_files import QUANTIZATIONS
-from viewer.summary import write_summary_page
 
 
 def build_parser() -> Parser:

@@ -46,8 +46,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from chat_template import RAW_TEMPLATE, add_template_flags, check_template_flags, template_of, use_template
-from decoding_metrics import accept_length, alpha, cycles_a_step, spd_costs, theoretical_speedup
+from decoding.metrics import accept_length, alpha, cycles_a_step, spd_costs, theoretical_speedup
+from decoding.stage import partition
+from loading.chat_template import RAW_TEMPLATE, add_template_flags, check_template_flags, template_of, use_template
+from loading.target_files import QUANTIZATIONS, check_attention_kernels, check_compiled
 from pipeline_model import (
     ATTN_IMPLEMENTATIONS,
     CachePlan,
@@ -73,7 +75,6 @@ from script_utils import (
     resolve_dtype,
     run_script,
 )
-from target_files import QUANTIZATIONS, check_attention_kernels, check_compiled
 from timeline import DRAFT, VERIFY, WAIT, Span, Timeline, Timings, stage_index, stage_row, time_table, write_trace
 from viewer.page import Setting, run_of, write_page
 from viewer.recording import Recorder, RowsSeen
@@ -411,7 +412,7 @@ class LocalExecutor:
         """`compiled`: as for `Stage`."""
         self.target, self.stage_sizes, self.anchors = target, tuple(stage_sizes), tuple(anchors)
         self.device, self.vocab_size = target.device, target.config.vocab_size
-        self.stages = target.partition(stage_sizes, compiled=compiled)
+        self.stages = partition(target, stage_sizes, compiled=compiled)
         self._compiled, self._logits = compiled, target.logits
         self._inputs: list[tuple[NodeBatch, Tensor] | None] = []  # what each stage runs next, [w, H]
         self._board = NodeBoard(self.device, target.window)

@@ -30,8 +30,8 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from functools import cache, cached_property, lru_cache, partial
-from itertools import chain, groupby, pairwise
+from functools import cache, cached_property, partial
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,8 +43,7 @@ from huggingface_hub.utils import validate_repo_id
 from torch import Tensor, nn
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.func import functional_call
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
-from torch.nn.functional import linear, pad, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedConfig, PreTrainedModel, Qwen3Config
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
@@ -53,8 +52,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer
 
-from script_utils import atomic_open, first_line, listed
-from target_files import (
+from loading.target_files import (
     bitsandbytes_config,
     causal_class,
     check_attention_kernels,
@@ -63,6 +61,7 @@ from target_files import (
     load_weights,
     read_text_config,
 )
+from script_utils import atomic_open, first_line, listed
 
 CHECKPOINT_NAME = "speculation_head_final.pt"
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "qwen3_5_text", "qwen3_5_moe_text")
@@ -150,6 +149,39 @@ def representative_depths(anchors: Sequence[int], stage_sizes: Sequence[int]) ->
     """`d_k = min{d : f(d) = k}` for each type k; None for a type that no depth maps to (dead weight)."""
     types = depth_types(anchors, stage_sizes)
     return tuple(types.index(k) if k in types else None for k in range(len(anchors)))
+
+
+def key_types(query_depth: int, types: Sequence[int], fill: int) -> tuple[int, ...]:
+    """Types of the keys at distance 0, 1, ... from a query row; from the last entry on, all are the deepest type.
+
+    `types` is f(d) for d = 0 .. n. A key at distance x has type f(min(n, d + x)), and the deepest once x >= fill.
+    """
+    num_stages = len(types) - 1
+    seen = [types[min(num_stages, query_depth + distance)] for distance in range(fill)]
+    while seen and seen[-1] == types[-1]:
+        seen.pop()
+    return tuple(seen)
+
+
+def staircase_plan(
+    anchors: Sequence[int], stage_sizes: Sequence[int], fill: int | None, *, exact_fill: bool = False
+) -> dict[int, tuple[int, ...]]:
+    """The types whose rows a g_0 row depends on, directly or through other rows, each with its `key_types`.
+
+    METHOD section 4 counts the fill from each query. In decoding it counts from the newest token: behind a row at depth
+    d only F - d tokens are still in flight. `exact_fill` trains on that; the two differ for 1 < F < n.
+    """
+    types, depths = depth_types(anchors, stage_sizes), representative_depths(anchors, stage_sizes)
+    fill = len(stage_sizes) if fill is None else _integer("fill", fill, 1, len(stage_sizes))
+    plan: dict[int, tuple[int, ...]] = {}
+    wanted = [0, types[-1]]
+    while wanted:
+        kind = wanted.pop()
+        if kind not in plan:
+            in_flight = max(0, fill - depths[kind]) if exact_fill else fill
+            plan[kind] = key_types(depths[kind], types, in_flight)
+            wanted.extend(plan[kind])
+    return dict(sorted(plan.items()))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1053,11 +1085,6 @@ class Target:
         """Whether attention takes additive masks, and no mask means no causality either."""
         return self.config._attn_implementation == "eager"
 
-    def partition(self, stage_sizes: Sequence[int], *, compiled: bool = False) -> list[Stage]:
-        """The stages of a split; `compiled` as for `Stage`."""
-        bounds = pairwise(layers_available(stage_sizes))
-        return [Stage(self, range(lo, hi), compiled=compiled) for lo, hi in bounds]
-
 
 MOST_SHAPES = 1024  # of one compiled function in one process
 
@@ -1191,208 +1218,8 @@ def check_layer_types(config: PreTrainedConfig) -> None:
         _integer("sliding_window", window, 1)
 
 
-class Stage:
-    """Decoder layers [lo, hi) of the target with their memory, which all the tokens at depth s run through in a cycle.
-
-    The one class that runs layers: local stages, ranks, the autoregressive baseline (one stage) and all drafters use
-    it. Hidden states are [q, H] or [w, H]; every call returns those that leave the stage and the anchors captured on
-    the way: {b: h_b}, taken from the layers' outputs, before any final norm.
-    """
-
-    def __init__(self, target: Target, layers: range, *, compiled: bool = False):
-        """`compiled`: batches of nodes go through compiled layers, on CUDA as one graph; prompts run as ever."""
-        self._target, self.layers, self._compiled = target, layers, compiled
-        self.anchors: frozenset[int] = frozenset()  # the b of the h_b that are captured
-        self.cache: StageCache | None = None  # as large as the largest generation so far
-        self._static: dict[tuple[int, bool], StaticForward] = {}  # of compiled batches, by width and whether of a tree
-        self._forward: StaticForward  # of this generation
-        self._root: Tensor  # [1] node id of the prompt's last token
-
-    def start(self, plan: CachePlan, root: int, anchors: Iterable[int] = ()) -> None:
-        """A generation begins: have memory for it, capture those of the anchors that these layers produce."""
-        target = self._target
-        self.anchors = frozenset(b for b in anchors if self.layers.start < b <= self.layers.stop)
-        if self._compiled:
-            plan = plan.in_steps()
-        if self.cache is None or not self.cache.plan.fits(plan):
-            plan = plan if self.cache is None else plan.joined(self.cache.plan)
-            self.cache, self._static = None, {}  # their memory can be used again
-            self.cache = StageCache(target.config, self.layers, plan, target.dtype, target.device)
-        elif plan.tree or self._compiled:
-            self.cache.clear()
-        self._root = torch.tensor([root], device=target.device)
-        if self._compiled and plan.width:
-            kind = plan.width, plan.tree
-            if kind not in self._static:
-                self._static[kind] = StaticForward(target, self.layers, self.cache, *kind)
-            self._forward = self._static[kind]
-            self._forward.start(self.anchors)
-
-    def prefill(self, hidden: Tensor, start: int) -> tuple[Tensor, dict[int, Tensor]]:
-        """Run a chunk of the prompt, [q, H] at positions start .. start + q - 1."""
-        length = len(hidden)
-        self.cache.prefill(start, length, self._root)
-        masks = self._target.prompt_masks(length, start, hidden.device)
-        return _rows(*self._run(self.layers, hidden[None], slice(start, start + length), masks), 0)
-
-    def run(self, batch: NodeBatch, hidden: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
-        """Run one position's nodes, [w, H]."""
-        if self._compiled:
-            return self._forward.run([batch], hidden)
-        self.cache.enter(batch)
-        position = slice(batch.position, batch.position + 1)
-        return _rows(*self._run(self.layers, hidden[:, None], position, batch.masks), 1)
-
-    def run_chain(self, batches: Sequence[NodeBatch], hidden: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
-        """Run a chain of q tokens at successive positions in one pass, [q, H].
-
-        Linear-attention layers leave a state after every token only when they run one token at a time; the others run
-        them all at once, as a prompt.
-        """
-        if self._compiled:
-            return self._forward.run(batches, hidden)
-        start, hidden, captured = batches[0].position, hidden[None], {}
-        positions = slice(start, start + len(batches))
-        masks = self._target.prompt_masks(len(batches), start, hidden.device)
-        for one_by_one, group in groupby(self.layers, partial(is_linear_attention, self._target.config)):
-            layers = list(group)
-            layers = range(layers[0], layers[-1] + 1)
-            if one_by_one:
-                parts = []
-                for row, batch in enumerate(batches):
-                    self.cache.enter(batch)
-                    place = slice(start + row, start + row + 1)
-                    parts.append(self._run(layers, hidden[:, row : row + 1], place, Masks()))
-                hidden = torch.cat([part for part, _ in parts], dim=1)
-                captured |= {b: torch.cat([found[b] for _, found in parts], dim=1) for b in parts[0][1]}
-            else:
-                self.cache.prefill(start, len(batches), batches[-1].nodes)
-                hidden, found = self._run(layers, hidden, positions, masks)
-                captured |= found
-        return _rows(hidden, captured, 0)
-
-    def _run(self, layers: range, hidden: Tensor, positions: slice, masks: Masks) -> tuple[Tensor, dict[int, Tensor]]:
-        return self._target.run_layers(layers, hidden, positions, masks, self.anchors, self.cache)
-
-
-def _rows(hidden: Tensor, captured: dict[int, Tensor], dim: int) -> tuple[Tensor, dict[int, Tensor]]:
-    """Hidden states and anchors without a dimension of size 1."""
-    return hidden.squeeze(dim), {b: states.squeeze(dim) for b, states in captured.items()}
-
-
 class NotCompiled(ValueError):
     """The target's layers cannot be compiled: there is no other way to run them then."""
-
-
-WARM_UP_RUNS = 2  # of compiled layers, before a generation's prompt
-
-
-class StaticForward:
-    """A stage's forward of a batch in shapes and addresses that never change, through compiled layers.
-
-    W rows always run (the first one stands in for missing ones), and attention sees all KV slots under a mask. The rows
-    are the nodes of one position, or the tokens of a chain, whose positions follow each other. Each kind of layer is
-    compiled once and serves all layers of its kind. On CUDA the whole forward is captured as one graph, and what leaves
-    it is copied, as the next replay writes to the same memory.
-    """
-
-    def __init__(self, target: Target, layers: range, cache: StageCache, width: int, tree: bool):
-        self._target, self._layers, self._cache, self._tree = target, layers, cache, tree
-        self._runs = [  # of each layer: what runs it, and its weights
-            (target.compiled_layer(index), dict(target.layers[index].named_parameters())) for index in layers
-        ]
-        device, slots = target.device, cache.plan.slots
-        self._range, self._slots = (torch.arange(count, device=device) for count in (width, slots))
-        self._rows = torch.zeros(width, 4, dtype=torch.long, device=device)
-        self._hidden = torch.zeros(width, 1, target.config.hidden_size, dtype=target.dtype, device=device)
-        self._rope = tuple(table[:, :1].repeat(width, 1, 1) for table in target.rope(1))
-        window = None if target.window is None else torch.zeros(width, 1, 1, slots, dtype=torch.bool, device=device)
-        self._masks = Masks(torch.zeros(width, 1, 1, slots, dtype=torch.bool, device=device), window)
-        self._anchors: frozenset[int] = frozenset()
-        self._ready_for: frozenset[int] | None = None  # the anchors that all is compiled and captured for
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._outputs: tuple[Tensor, dict[int, Tensor]]  # of the graph
-
-    def start(self, anchors: frozenset[int]) -> None:
-        """A generation begins. Compiles, warms up and captures where that has not been done for these anchors.
-
-        NotCompiled where a layer cannot be compiled.
-        """
-        for mask in self._masks:
-            if mask is not None:
-                mask.zero_()
-        if anchors == self._ready_for:
-            return
-        self._anchors, self._ready_for, self._graph = anchors, None, None
-        self._masks.full[..., 0] = True  # no row without a key
-        if self._target.window is not None:
-            self._masks.window[..., 0] = True
-        with self._target.compiling():
-            for _ in range(WARM_UP_RUNS):
-                self._forward()
-        if self._target.device.type == "cuda":
-            self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):
-                self._outputs = self._forward()
-        self._ready_for = anchors
-
-    def run(self, batches: Sequence[NodeBatch], hidden: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
-        """Run the nodes of a batch, [w, H], or of several batches that are a chain; returns as `Stage.run`."""
-        count, first = len(hidden), batches[0]
-        rows = first.rows if len(batches) == 1 else torch.cat([batch.rows for batch in batches])
-        self._fill(self._rows, rows)
-        self._fill(self._hidden, hidden[:, None])
-        positions = slice(first.position, first.position + len(batches))
-        for fixed, table in zip(self._rope, self._target.rope(positions.stop), strict=True):
-            self._fill(fixed, table[0, positions, None])
-        self._fill_masks(first, len(batches))
-        if self._graph is None:
-            output, captured = self._forward()
-            return output[:count, 0], {b: states[:count, 0] for b, states in captured.items()}
-        self._graph.replay()
-        output, captured = self._outputs
-        return output[:count, 0].clone(), {b: states[:count, 0].clone() for b, states in captured.items()}
-
-    def _fill_masks(self, first: NodeBatch, length: int) -> None:
-        """Those of a batch of a tree, or of a chain of so many tokens."""
-        if first.mask is not None:
-            for fixed, mask in zip(self._masks, first.masks, strict=True):
-                if mask is not None:
-                    self._fill(fixed[..., : mask.shape[-1]], mask)
-            return
-        ahead = (self._slots - self._range[:length, None])[:, None, None]  # of the first token's position, but for that
-        past = ahead <= first.position
-        self._fill(self._masks.full, past)
-        if self._target.window is not None:
-            self._fill(self._masks.window, past & (ahead > first.position - self._target.window))
-
-    @staticmethod
-    def _fill(fixed: Tensor, ours: Tensor) -> None:
-        """Copy w rows into W, the first one into those that are missing as well."""
-        fixed[: len(ours)] = ours
-        if len(ours) < len(fixed):
-            fixed[len(ours) :] = ours[:1]
-
-    def _forward(self) -> tuple[Tensor, dict[int, Tensor]]:
-        target, hidden, captured = self._target, self._hidden, {}
-        masks = target.attention_masks(self._masks, hidden.dtype)
-        for index, (run, weights) in zip(self._layers, self._runs, strict=True):
-            kind, memory = target.layer_types[index], self._cache[index].tensors()
-            if kind == LINEAR and not self._tree:  # a row starts from the state that the one before it leaves
-                rows = (slice(row, row + 1) for row in range(len(hidden)))
-                hidden = torch.cat([self._run(run, weights, hidden, None, memory, row) for row in rows])
-            else:
-                seen = None if kind == LINEAR else masks.window if kind == SLIDING else masks.full
-                hidden = self._run(run, weights, hidden, seen, memory, slice(None))
-            if index + 1 in self._anchors:
-                captured[index + 1] = hidden
-        return hidden, captured
-
-    def _run(self, run, weights, hidden: Tensor, mask: Tensor | None, memory: tuple, rows: slice) -> Tensor:
-        """One layer over some of the rows."""
-        _, nodes, parents, slots = self._rows[rows].unbind(1)
-        rope = tuple(table[rows] for table in self._rope)
-        return run(weights, hidden[rows], rope, mask, *memory, nodes, parents, slots)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1645,489 +1472,6 @@ class FixedRowHead(SpeculationHead):
 
 def _projection(inputs: int, outputs: int) -> nn.Linear:
     return nn.Linear(inputs, outputs, bias=False)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Training forward (METHOD section 4)
-# ---------------------------------------------------------------------------------------------------------------------
-
-# The plain form runs m blocks of S rows through every layer under a dense (m*S)^2 mask. The same mathematics with less:
-# rows that no g_0 row depends on are not computed; a query sees the deepest block but for a band of a few distances at
-# its own position, so its keys are gathered in chunks; the last layer has only g_0 queries, and of those only the
-# supervised positions go on to MLP, norm, lm_head and loss, in chunks again.
-
-QUERY_CHUNK = 128  # positions whose queries share one gathered set of keys
-LOSS_CHUNK = 128  # supervised positions whose logits exist at the same time
-
-
-class TrainingLoss(NamedTuple):
-    """Sums over one batch; divide `total` by `counted` for the mean."""
-
-    total: Tensor  # [] sum of KL * tau^2 over the counted positions, differentiable
-    counted: Tensor  # [] positions in the loss: supervised, and the teacher's argmax is in the draft vocabulary
-    supervised: Tensor  # [] positions whose next token is supervised
-    agreed: Tensor  # [] of those, positions where the draft's argmax is the teacher's
-
-
-def key_types(query_depth: int, types: Sequence[int], fill: int) -> tuple[int, ...]:
-    """Types of the keys at distance 0, 1, ... from a query row; from the last entry on, all are the deepest type.
-
-    `types` is f(d) for d = 0 .. n. A key at distance x has type f(min(n, d + x)), and the deepest once x >= fill.
-    """
-    num_stages = len(types) - 1
-    seen = [types[min(num_stages, query_depth + distance)] for distance in range(fill)]
-    while seen and seen[-1] == types[-1]:
-        seen.pop()
-    return tuple(seen)
-
-
-def staircase_plan(
-    anchors: Sequence[int], stage_sizes: Sequence[int], fill: int | None, *, exact_fill: bool = False
-) -> dict[int, tuple[int, ...]]:
-    """The types whose rows a g_0 row depends on, directly or through other rows, each with its `key_types`.
-
-    METHOD section 4 counts the fill from each query. In decoding it counts from the newest token: behind a row at depth
-    d only F - d tokens are still in flight. `exact_fill` trains on that; the two differ for 1 < F < n.
-    """
-    types, depths = depth_types(anchors, stage_sizes), representative_depths(anchors, stage_sizes)
-    fill = len(stage_sizes) if fill is None else _integer("fill", fill, 1, len(stage_sizes))
-    plan: dict[int, tuple[int, ...]] = {}
-    wanted = [0, types[-1]]
-    while wanted:
-        kind = wanted.pop()
-        if kind not in plan:
-            in_flight = max(0, fill - depths[kind]) if exact_fill else fill
-            plan[kind] = key_types(depths[kind], types, in_flight)
-            wanted.extend(plan[kind])
-    return dict(sorted(plan.items()))
-
-
-def staircase_attention(
-    query: Tensor, keys: Mapping[int, Tensor], values: Mapping[int, Tensor], seen: Sequence[int], scaling: float
-) -> Tensor:
-    """Attention of one type's rows: [B, H_q, S, D] over each type's keys and values, [B, H_kv, S, D].
-
-    The key at distance x is of type `seen[x]`, and of the deepest type from distance `len(seen)` on.
-    """
-    deepest, band, length = max(keys), len(seen), query.shape[2]
-    if band == 0:
-        return scaled_dot_product_attention(
-            query, keys[deepest], values[deepest], is_causal=True, scale=scaling, enable_gqa=True
-        )
-    ranges = {kind: (seen.index(kind), band - tuple(reversed(seen)).index(kind)) for kind in seen}
-    outputs = []
-    for start in range(0, length, QUERY_CHUNK):
-        stop, first = min(start + QUERY_CHUNK, length), max(0, start - band + 1)
-        far = max(0, stop - band)  # deepest keys before here
-        spans = [(deepest, 0, far, band, length + 1)] if far else []
-        spans += [(kind, first, stop, nearest, beyond) for kind, (nearest, beyond) in ranges.items()]
-        rows = torch.arange(start, stop, device=query.device)[:, None]
-        masks = []
-        for _, left, right, nearest, beyond in spans:
-            distance = rows - torch.arange(left, right, device=query.device)
-            masks.append((distance >= nearest) & (distance < beyond))
-        key, value = (
-            torch.cat([blocks[kind][:, :, left:right] for kind, left, right, _, _ in spans], dim=2)
-            for blocks in (keys, values)
-        )
-        outputs.append(grouped_attention(query[:, :, start:stop], key, value, torch.cat(masks, dim=1), scaling))
-    return torch.cat(outputs, dim=2)
-
-
-FLEX_BLOCK = 128  # rows and columns of FlexAttention's blocks; sequences are padded to a multiple
-
-
-@lru_cache(maxsize=256)
-def _staircase_blocks(kinds: tuple[int, ...], seen: tuple[int, ...], length: int, device: torch.device) -> BlockMask:
-    """FlexAttention's mask of one type's rows over the keys of all types, one type behind the other.
-
-    length: of each of them, a multiple of FLEX_BLOCK. Only blocks are looked at, never all pairs of rows.
-    """
-    deepest, band, count = max(kinds), len(seen), length // FLEX_BLOCK
-    block_at = torch.tensor([kinds.index(kind) for kind in (*seen, deepest)], device=device)  # by distance
-
-    def visible(_batch, _head, row, column):
-        distance = row - column % length
-        return (distance >= 0) & (block_at[distance.clamp(0, band)] == column // length)
-
-    place = torch.arange(count, device=device)
-    between = (place[:, None] - place) * FLEX_BLOCK  # distances between the rows and columns of a block: from ... to
-    nearest, farthest = between - (FLEX_BLOCK - 1), between + (FLEX_BLOCK - 1)
-    some, all_of = [], []
-    for kind in kinds:
-        distances = [distance for distance, other in enumerate(seen) if other == kind]
-        first, last = (distances[0], distances[-1]) if distances else (length, -1)
-        if kind == deepest:
-            first, last = min(first, band), length
-        some.append((farthest >= first) & (nearest <= last))
-        all_of.append((nearest >= first) & (farthest <= last))
-    some, all_of = torch.cat(some, dim=1), torch.cat(all_of, dim=1)
-    return BlockMask.from_kv_blocks(
-        *_block_lists(some & ~all_of),
-        *_block_lists(all_of),
-        BLOCK_SIZE=FLEX_BLOCK,
-        mask_mod=visible,
-        seq_lengths=(length, len(kinds) * length),
-    )
-
-
-def _block_lists(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks each row of blocks has, [1, 1, Q], and which, [1, 1, Q, K], from [Q, K] bool."""
-    which = blocks.to(torch.int32).argsort(dim=1, descending=True, stable=True)
-    return blocks.sum(dim=1, dtype=torch.int32)[None, None], which.to(torch.int32)[None, None]
-
-
-@cache
-def _compiled_flex_attention() -> Callable[..., Tensor]:
-    allow_shapes()
-    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
-
-
-def flex_staircase_attention(
-    query: Tensor, keys: Mapping[int, Tensor], values: Mapping[int, Tensor], seen: Sequence[int], scaling: float
-) -> Tensor:
-    """`staircase_attention` by FlexAttention: one kernel that skips the blocks of keys no query sees.
-
-    CUDA only: on a CPU it has no backward. It is compiled for each padded length; behind the end stand rows that no
-    real one sees.
-    """
-    if not seen:  # plain causal attention over the deepest type, which SDPA gives to FlashAttention
-        return staircase_attention(query, keys, values, seen, scaling)
-    length, behind = query.shape[2], (0, 0, 0, -query.shape[2] % FLEX_BLOCK)
-    blocks = _staircase_blocks(tuple(keys), tuple(seen), length + behind[-1], query.device)
-    key, value = (torch.cat([pad(rows, behind) for rows in kinds.values()], dim=2) for kinds in (keys, values))
-    attend = _compiled_flex_attention() if query.is_cuda else flex_attention
-    attended = attend(pad(query, behind), key, value, block_mask=blocks, scale=scaling, enable_gqa=True)
-    return attended[:, :, :length]
-
-
-STAIRCASE_ATTENTION = {"sdpa": staircase_attention, "flex_attention": flex_staircase_attention}
-
-
-def draft_rows(
-    head: SpeculationHead,
-    features: Tensor,
-    rope: tuple[Tensor, Tensor],
-    plan: Mapping[int, tuple[int, ...]],
-    selected: tuple[Tensor, Tensor],
-    attention: str = "sdpa",
-) -> Tensor:
-    """The head's g_0 output before the final norm at the selected (batch, position) pairs: [P, H].
-
-    features [B, S, m, H]; rope [1, S, D_rot]; plan as `head.staircase_plan`; attention, one of `STAIRCASE_ATTENTION`.
-    """
-    attend = STAIRCASE_ATTENTION[attention]
-    batch, kinds = len(features), list(plan)
-    shown = torch.cat([head.shown_rows(kind, features) for kind in kinds], dim=1)  # [D, kinds * B, S, H]
-    rows = shown[0]
-    for index, layer in enumerate(head.spec_layers):
-        last = index == len(head.spec_layers) - 1
-        if head.fixed_rows and index > 0:
-            rows = torch.cat([rows, shown[index, batch:]])
-        normed = layer.input_layernorm(rows)
-        keys, values = (dict(zip(kinds, x.split(batch), strict=True)) for x in layer.keys_values(normed, rope))
-        if last or head.fixed_rows:  # kinds[0] is type 0
-            rows, normed = rows[:batch], normed[:batch]
-        query, gate = layer.queries(normed, rope)
-        attended = torch.cat(
-            [
-                attend(part, keys, values, plan[kind], layer.self_attn.scaling)
-                for kind, part in zip(kinds, query.split(batch), strict=False)
-            ]
-        )
-        if last:
-            attended = attended.transpose(1, 2)[selected].transpose(0, 1)[None]  # [1, heads, P, D]
-            gate = None if gate is None else gate[selected][None]
-            rows = rows[selected][None]
-        rows = layer.finish(rows, attended, gate)
-    return rows[0]
-
-
-class LossTerms(NamedTuple):
-    """What a draft is trained for (METHOD sections 4 and 11.4)."""
-
-    # "kl", "tv": 1 - acceptance, "lk": between the two, the less KL the more is accepted already; of blocks also "ce":
-    # cross-entropy with given tokens, "reverse_kl": KL(draft || teacher)
-    kind: str = "kl"
-    temperature: float = 1.0  # tau, of teacher and draft
-    eta: float = 3.0  # lk: the weight of KL is exp(-eta * mean acceptance)
-
-
-LOSS_KINDS = ("kl", "lk", "tv")
-RENORMALISED = ("kl", "reverse_kl")  # see the teacher on the draft vocabulary alone
-KL = LossTerms()
-
-
-class _Distillation(torch.autograd.Function):
-    """Sum of a loss between teacher and draft from hidden states, without ever holding all positions' logits.
-
-    Forward computes the gradients of hidden states and lm_head along with the loss, chunk by chunk, if `learning`;
-    backward scales them. Inputs: draft [P, H] and its lm_head [V_d, H] (differentiable), teacher [P, H] and its lm_head
-    [V, H], the draft ids [V_d] or None, the teacher's argmax [P] or None for not known yet (of "ce" the tokens to
-    draft), weights [P] or None for ones, terms, learning. Both hidden states are already normed. Returns total, counted
-    (the sum of the weights that are in it), agreed.
-    """
-
-    @staticmethod
-    def forward(ctx, draft, draft_head, teacher, teacher_head, draft_ids, teacher_best, weights, terms, learning):
-        rows = _LossRows(draft, draft_head, teacher, teacher_head, draft_ids, teacher_best, terms)
-        grads = _LossGradients(draft, draft_head if ctx.needs_input_grad[1] else None) if learning else None
-        total = draft.new_zeros((), dtype=torch.float32)
-        counted = torch.zeros((), dtype=torch.long if weights is None else torch.float32, device=draft.device)
-        agreed = torch.zeros((), dtype=torch.long, device=draft.device)
-        with torch.autocast(draft.device.type, enabled=False):
-            kl_share = rows.kl_share()
-            for part in rows.parts():
-                loss, weight, right = rows.step(part, None if weights is None else weights[part], kl_share, grads)
-                total += (loss * weight).sum()
-                counted += weight.sum()
-                agreed += right.sum()
-        if learning:
-            ctx.save_for_backward(grads.draft, grads.weight)
-            ctx.dtype = draft.dtype
-        ctx.mark_non_differentiable(counted, agreed)
-        return total, counted, agreed
-
-    @staticmethod
-    def backward(ctx, grad, *_):
-        draft_grad, weight_grad = ctx.saved_tensors
-        # In place: these are this node's own, and the graph is walked once.
-        weight_grad = None if weight_grad is None else weight_grad.mul_(grad)
-        return draft_grad.mul_(grad).to(ctx.dtype), weight_grad, *[None] * 7
-
-
-class _LossGradients:
-    """The gradients of the draft's hidden states [P, H] and of its lm_head [V_d, H], from those of its logits.
-
-    In float16 small ones would be 0 before a loss scale reaches them, as that comes with `backward`. So they have a
-    scale of their own on their way through the products: the largest one under which no sum can overflow.
-    """
-
-    def __init__(self, draft: Tensor, draft_head: Tensor | None):
-        """draft_head: None where it does not learn."""
-        self.draft = torch.zeros_like(draft, dtype=torch.float32 if draft.dtype == torch.float16 else draft.dtype)
-        self.weight = None if draft_head is None else torch.zeros_like(draft_head)
-
-    def add(self, part: slice, grad: Tensor, hidden: Tensor, weight: Tensor) -> None:
-        """Those of some positions: grad [p, V_d] of the logits, which are hidden [p, H] times weight [V_d, H]."""
-        scale = self._scale(grad, hidden, weight) if hidden.dtype == torch.float16 else None
-        grad = (grad if scale is None else grad * scale).to(hidden.dtype)
-        self.draft[part] = self._unscaled(grad @ weight, scale).to(self.draft.dtype)
-        if self.weight is None:
-            return
-        if scale is None and self.weight.dtype == hidden.dtype:  # in one kernel, without a product as large as itself
-            self.weight.addmm_(grad.T, hidden)
-        else:
-            self.weight += self._unscaled(grad.T @ hidden, scale)
-
-    @staticmethod
-    def _unscaled(product: Tensor, scale: Tensor | None) -> Tensor:
-        return product if scale is None else product.float() / scale
-
-    @staticmethod
-    def _scale(grad: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:
-        """A power of two, on the device."""
-        size, largest = grad.abs(), torch.finfo(torch.float16).max
-        sums = size.sum(dim=1).max() * weight.abs().max(), size.sum(dim=0).max() * hidden.abs().max(), size.max()
-        return torch.exp2((largest / torch.stack(sums).max()).log2().floor().clamp(-14, 30))
-
-
-class _LossRows:
-    """Logits of draft and teacher, a chunk of positions at a time, and the loss of each position. Inputs as above."""
-
-    def __init__(self, draft, draft_head, teacher, teacher_head, draft_ids, teacher_best, terms: LossTerms):
-        device = draft.device
-        automatic = torch.is_autocast_enabled(device.type)
-        self.dtype = torch.get_autocast_dtype(device.type) if automatic else teacher.dtype
-        self.draft, self.weight = draft, draft_head.to(self.dtype)
-        self.teacher, self.teacher_head, self.teacher_best = teacher, teacher_head, teacher_best
-        self.terms, self.draft_ids = terms, draft_ids
-        self.rank_of = None
-        if draft_ids is not None:  # target id -> draft id, or -1
-            self.rank_of = torch.full((len(teacher_head),), -1, device=device)
-            self.rank_of[draft_ids] = torch.arange(len(draft_ids), device=device)
-            if (
-                teacher_best is not None and terms.kind in RENORMALISED
-            ):  # the rest of the vocabulary is not needed any more
-                self.teacher_head, self.draft_ids = teacher_head[draft_ids], None
-
-    def parts(self) -> Iterator[slice]:
-        for start in range(0, len(self.draft), LOSS_CHUNK):
-            yield slice(start, start + LOSS_CHUNK)
-
-    def logits(self, part: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Draft's hidden states and logits [p, V_d], the teacher's log-weights [p, V_d], its argmax's draft id or -1.
-
-        The log-weights are the teacher's logits / tau where only their renormalised form matters, and otherwise log p;
-        of "ce" the draft ids [p, 1] instead.
-        """
-        hidden = self.draft[part].to(self.dtype)
-        if self.terms.kind == "ce":
-            best = self.teacher_best[part] if self.rank_of is None else self.rank_of[self.teacher_best[part]]
-            return hidden, linear(hidden, self.weight).float(), best[:, None].clamp(min=0), best
-        target = linear(self.teacher[part].to(self.teacher_head.dtype), self.teacher_head)
-        best = target.argmax(dim=-1) if self.teacher_best is None else self.teacher_best[part]
-        target = target.float().div_(self.terms.temperature)
-        if self.terms.kind not in RENORMALISED:
-            target = target.log_softmax(dim=-1)
-        if self.draft_ids is not None:
-            target = target[:, self.draft_ids]
-        if self.rank_of is not None:
-            best = self.rank_of[best]
-        return hidden, linear(hidden, self.weight).float(), target, best
-
-    def step(
-        self, part: slice, weights: Tensor | None, kl_share: float, grads: _LossGradients | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The loss of some positions [p], their weights, and where the argmaxes agree; adds their gradients to `grads`.
-
-        A step of its own, so that nothing of it is held while the next one makes its logits.
-        """
-        hidden, logits, target, best = self.logits(part)
-        inside, agreed = best >= 0, logits.argmax(dim=-1) == best
-        weight = inside if weights is None else inside * weights
-        loss, grad = self.terms_of(logits, target, kl_share)
-        if grads is not None:
-            grads.add(part, grad.mul_(weight[:, None]), hidden, self.weight)
-        return loss, weight, agreed
-
-    def kl_share(self) -> float:
-        """lk: lambda = exp(-eta * mean acceptance over the batch); a constant, for no gradient goes through it."""
-        if self.terms.kind != "lk":
-            return float(self.terms.kind == "kl")
-        accepted = counted = 0.0
-        for part in self.parts():
-            _, logits, target, best = self.logits(part)
-            accepted += (acceptance(target.exp(), self._log_q(logits).exp()) * (best >= 0)).sum()
-            counted += (best >= 0).sum()
-        return float(torch.exp(-self.terms.eta * accepted / max(1, counted)))
-
-    def _log_q(self, logits: Tensor) -> Tensor:
-        return logits.div_(self.terms.temperature).log_softmax(dim=-1)
-
-    def terms_of(self, logits: Tensor, target: Tensor, kl_share: float) -> tuple[Tensor, Tensor]:
-        """The loss of each position [p], and its gradient by the draft's logits [p, V_d].
-
-        Overwrites `logits` and `target`: these are the largest things that a step needs at the same time.
-        """
-        tau, log_q = self.terms.temperature, self._log_q(logits)
-        q, loss, grad = torch.exp(log_q, out=logits), 0.0, None
-        if self.terms.kind == "ce":
-            return -log_q.gather(1, target)[:, 0], q.scatter_add_(1, target, q.new_full(target.shape, -1)).div_(tau)
-        if self.terms.kind == "reverse_kl":
-            ratio = log_q - target.log_softmax(dim=-1)
-            loss = (q * ratio).sum(dim=-1)
-            return tau**2 * loss, q * (ratio - loss[:, None]) * tau
-        if kl_share < 1:
-            p = target.exp()
-            loss = (1 - kl_share) * (1 - acceptance(p, q))
-            short = (q < p).to(q.dtype)  # tokens of which the draft has too little: more of q is more acceptance
-            grad = q * ((short * q).sum(dim=-1, keepdim=True) - short) * ((1 - kl_share) / tau)
-        if kl_share > 0:
-            # As usual for distillation, KL alone is times tau^2, so that its gradient does not fade with tau.
-            scale = tau**2 if self.terms.kind == "kl" else kl_share
-            log_p = target.log_softmax(dim=-1)
-            p = torch.exp(log_p, out=target)
-            loss = loss + scale * log_p.sub_(log_q).mul_(p).sum(dim=-1)
-            difference = q.sub_(p).mul_(scale / tau)
-            grad = difference if grad is None else grad.add_(difference)
-        return loss, grad
-
-
-def acceptance(p: Tensor, q: Tensor) -> Tensor:
-    """Chance that a draft sampled from q is kept, the sum of min(p, q): [..., V_d] -> [...].
-
-    p is the target's whole distribution, here at the draft vocabulary's tokens: it need not sum to 1.
-    """
-    return torch.minimum(p, q).sum(dim=-1)
-
-
-@torch.no_grad()
-def teacher_features(
-    target: Target, input_ids: Tensor, attention_mask: Tensor, anchors: Sequence[int]
-) -> tuple[Tensor, Tensor]:
-    """One frozen pass over right-padded ids [B, S]: the anchors' hidden states [B, S, m, H] and h_L [B, S, H].
-
-    With padding on the right, causal attention needs no mask: no real token sees a padded one. ValueError otherwise.
-    """
-    if (attention_mask[:, 1:] > attention_mask[:, :-1]).any():
-        raise ValueError("attention_mask must be right-padded: ones, then zeros")
-    hidden, captured = target.forward(input_ids, anchors)
-    return torch.stack([captured[b].to(hidden.device) for b in anchors], dim=2), hidden
-
-
-@torch.no_grad()
-def teacher_argmax(target: Target, hidden: Tensor) -> Tensor:
-    """The target's argmax over its whole vocabulary, from h_L [P, H]: [P]. Never holds all positions' logits."""
-    return torch.cat([target.logits(rows).argmax(dim=-1) for rows in hidden.split(LOSS_CHUNK)])
-
-
-def training_loss(
-    head: SpeculationHead,
-    target: Target,
-    features: Tensor,
-    hidden: Tensor,
-    labels: Tensor,
-    attention_mask: Tensor,
-    *,
-    stage_sizes: Sequence[int],
-    fill: int | None = None,
-    exact_fill: bool = False,
-    terms: LossTerms = KL,
-    teacher_best: Tensor | None = None,
-    attention: str = "sdpa",
-) -> TrainingLoss:
-    """Distillation loss of a batch for a pipeline with `fill` tokens in flight (None: full, n).
-
-    fill and exact_fill as in `staircase_plan`; features and hidden as `teacher_features` returns them; labels [B, S]
-    hold the token at each position, or -100 where it is not supervised; the prediction at t is supervised when the
-    label at t + 1 is. teacher_best [B, S] is the target's argmax at each position where somebody has it already: with a
-    draft vocabulary it saves a third of the lm_heads' work. attention as in `draft_rows`.
-    """
-    supervised = (labels[:, 1:] >= 0) & attention_mask[:, 1:].bool()
-    selected = supervised.nonzero(as_tuple=True)
-    plan = head.staircase_plan(stage_sizes, fill, exact_fill=exact_fill)
-    cos, sin = target.rope(features.shape[1])
-    rope = cos[:, : features.shape[1]].to(features.device), sin[:, : features.shape[1]].to(features.device)
-    draft = draft_rows(head, features, rope, plan, selected, attention)
-    best = None if teacher_best is None else teacher_best[selected]
-    return distillation_loss(head, target, draft, hidden[selected], best, terms)
-
-
-def distillation_loss(
-    head: SpeculationHead,
-    target: Target,
-    draft: Tensor,
-    hidden: Tensor,
-    teacher_best: Tensor | None,
-    terms: LossTerms = KL,
-    weights: Tensor | None = None,
-) -> TrainingLoss:
-    """The loss of P supervised rows: the head's outputs [P, H] and the target's h_L [P, H], both before the norm.
-
-    teacher_best [P], the target's argmax where it is known; weights [P] of the rows in the mean, None for ones.
-    """
-    settings = head.draft_token_ids, hidden, teacher_best, terms, weights
-    return rows_loss(target, target.norm(draft), head.lm_head.weight, *settings)
-
-
-def rows_loss(
-    target: Target,
-    draft: Tensor,
-    lm_head: Tensor,
-    draft_ids: Tensor | None,
-    hidden: Tensor,
-    teacher_best: Tensor | None,
-    terms: LossTerms,
-    weights: Tensor | None,
-) -> TrainingLoss:
-    """`distillation_loss` of rows [P, H] that have been through their norm, with their lm_head's rows [V_d, H]."""
-    with torch.no_grad():
-        teacher = target.norm(hidden)
-    rows = draft, lm_head, teacher, target.lm_head.weight
-    learning = torch.is_grad_enabled()
-    total, counted, agreed = _Distillation.apply(*rows, draft_ids, teacher_best, weights, terms, learning)
-    return TrainingLoss(total, counted, counted.new_tensor(len(draft)), agreed)
 
 
 def check_base_layers(base_layers: Sequence[int], num_spec_layers: int, target_config: PreTrainedConfig) -> None:

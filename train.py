@@ -42,20 +42,15 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from chat_template import add_template_flags, check_template_flags, use_template
-from conversation_data import OVERFLOW_POLICIES, ConversationData, PadCollator, load_conversations
-from feature_cache import FeatureCache, open_caches
-from optimizers import SCHEDULES, build_optimizers, lr_factor, scale_lr
+from loading.chat_template import add_template_flags, check_template_flags, use_template
+from loading.target_files import QUANTIZATIONS, check_attention_kernels, check_target_weights, quantization_of
 from pipeline_inference import Sampling, load_tokenizer
 from pipeline_model import (
     ATTN_IMPLEMENTATIONS,
     CHECKPOINT_NAME,
-    LOSS_KINDS,
     HeadConfig,
-    LossTerms,
     SpeculationHead,
     Target,
-    TrainingLoss,
     auto_anchors,
     auto_shallow_layers,
     check_base_layers,
@@ -67,7 +62,6 @@ from pipeline_model import (
     read_checkpoint,
     save_head,
     split_layers,
-    teacher_features,
 )
 from script_utils import (
     Parser,
@@ -82,11 +76,15 @@ from script_utils import (
     run_script,
     write_json,
 )
-from target_files import QUANTIZATIONS, check_attention_kernels, check_target_weights, quantization_of
+from training.conversations import OVERFLOW_POLICIES, ConversationData, PadCollator, load_conversations
+from training.feature_cache import FeatureCache, open_caches
+from training.forward import teacher_features
 from training.head_loss import HeadLoss, ReplayLoss
+from training.loss import LOSS_KINDS, LossTerms, TrainingLoss
+from training.optimizers import SCHEDULES, build_optimizers, lr_factor, scale_lr
 from training.replay import TraceCounts
 from training.replay_loss import TRACES, ReplaySettings
-from training_state import (
+from training.run_state import (
     LOG_NAME,
     DataOrder,
     Progress,

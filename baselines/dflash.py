@@ -33,17 +33,8 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from baselines.common import BaselineConfig, PlainHead
 from baselines.eagle3 import ChainExecutor
 from pipeline_inference import Captured, Decoder, Node, TokenTree
-from pipeline_model import (
-    LOSS_CHUNK,
-    CachePlan,
-    HeadCache,
-    LossTerms,
-    Target,
-    TrainingLoss,
-    grouped_attention,
-    rows_loss,
-    teacher_argmax,
-)
+from pipeline_model import CachePlan, HeadCache, Target, grouped_attention
+from training.loss import LOSS_CHUNK, LossTerms, TrainingLoss, rows_loss, teacher_argmax
 from training.replay import packed_attention
 
 NUM_TAPS, NUM_LAYERS, BLOCK_SIZE, NUM_ANCHORS = 5, 2, 8, 64  # defaults of C, D, B, A

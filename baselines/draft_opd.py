@@ -26,8 +26,9 @@ from torch import Tensor
 from baselines.dflash import Blocks, DFlashHead, SlotRows, as_tokens, dflash_decoder, packed_blocks
 from baselines.eagle3 import ChainExecutor
 from pipeline_inference import Captured, Completed, Node, PromptOutput, Sampling
-from pipeline_model import CachePlan, LossTerms, Target, TrainingLoss, rows_loss, teacher_argmax
+from pipeline_model import CachePlan, Target
 from timeline import Timeline
+from training.loss import LossTerms, TrainingLoss, rows_loss, teacher_argmax
 
 REJECTED_DECAY = 0.8  # slot k of the rejected stream weighs so much to the power of k - 1
 

@@ -28,23 +28,19 @@ from transformers import PreTrainedConfig
 from baselines.common import BaselineConfig, PlainHead
 from pipeline_inference import Captured, Completed, Decoder, LocalExecutor, Logits, Node, PromptOutput, TokenTree
 from pipeline_model import (
-    KL,
-    QUERY_CHUNK,
     CachePlan,
     HeadCache,
-    LossTerms,
     NodeBatch,
     Qwen3_5SpecLayer,
     Qwen3SpecLayer,
     Target,
-    TrainingLoss,
     causal_mask,
-    distillation_loss,
     grouped_attention,
     spec_layer_style,
-    teacher_argmax,
 )
 from timeline import Timeline, stage_row
+from training.forward import QUERY_CHUNK
+from training.loss import KL, LossTerms, TrainingLoss, distillation_loss, teacher_argmax
 
 MIN_LAYERS = 4  # of the target: below, L-3 would be the embedding
 

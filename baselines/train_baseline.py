@@ -46,17 +46,10 @@ from baselines.draft_opd import RolloutSettings, opd_loss, padded, roll_out
 from baselines.eagle3 import Eagle3Config, eagle3_anchors, unrolled_loss
 from baselines.ppsd import PPSDConfig
 from pipeline_inference import Sampling, load_tokenizer
-from pipeline_model import (
-    ATTN_IMPLEMENTATIONS,
-    LossTerms,
-    Target,
-    TrainingLoss,
-    new_head,
-    parse_stage_layers,
-    split_layers,
-)
+from pipeline_model import ATTN_IMPLEMENTATIONS, Target, new_head, parse_stage_layers, split_layers
 from script_utils import Parser, Switch, quiet_libraries, run_script
 from training.head_loss import HeadLoss
+from training.loss import LossTerms, TrainingLoss
 
 DEFAULTS = {  # of the flags that not all methods have; None: nobody has to give it, or a rule finds it
     "eagle3": {"unroll_steps": 7, "step_decay": 0.8},

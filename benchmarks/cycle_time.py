@@ -36,10 +36,10 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.common import head_config, native_bfloat16, new_parser, prepare, print_card
+from loading.target_files import read_text_config
 from pipeline_inference import Decoder, Generation, LocalExecutor, SPDDrafter, load_tokenizer
 from pipeline_model import SpeculationHead, Target, split_layers
 from script_utils import Parser, markdown_table, run_script
-from target_files import read_text_config
 
 STREAMED = 2**28  # bytes at least of the sum that measures the memory: more than any cache holds
 PROMPT = "Explain how a pipeline keeps several tokens of one sequence in flight at the same time."

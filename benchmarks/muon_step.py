@@ -28,9 +28,9 @@ from torch import multiprocessing, nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.common import head_config, new_parser, prepare, print_card
-from optimizers import Float32Muon, build_optimizers
 from pipeline_model import Target, new_head
 from script_utils import Parser, markdown_table, run_script
+from training.optimizers import Float32Muon, build_optimizers
 
 Shapes = list[tuple[int, int]]
 

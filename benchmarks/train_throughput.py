@@ -31,7 +31,6 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.common import head_config, new_parser, prepare, print_card
-from feature_cache import FeatureCache
 from pipeline_model import (
     SpeculationHead,
     Target,
@@ -40,10 +39,10 @@ from pipeline_model import (
     new_head,
     representative_depths,
     split_layers,
-    teacher_features,
-    training_loss,
 )
 from script_utils import DTYPES, Parser, dtype_name, markdown_table, run_script
+from training.feature_cache import FeatureCache
+from training.forward import teacher_features, training_loss
 
 FORMS = ("plain", "ours", "cached")
 MEMORY_FORMS = ("plain", "ours")

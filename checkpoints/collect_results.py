@@ -16,7 +16,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from evaluation_files import read_summaries
+from evaluation.files import read_summaries
 from script_utils import Parser, check_output_file, run_script, write_json
 
 SETTINGS = (

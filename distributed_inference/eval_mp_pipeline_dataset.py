@@ -27,12 +27,12 @@ from distributed_inference.cycle_profile import Cycle, cycles, write_reports
 from distributed_inference.launch import Checked, Lead, RankParser, add_arguments
 from distributed_inference.one_device_baseline import choose_baseline
 from distributed_inference.self_launch import run
-from evaluation_data import Sample
-from evaluation_files import MP_PREFIX, RunFiles, device_name
-from evaluation_methods import Run
-from evaluation_metrics import Row, sample_row
-from evaluation_plan import PlannedRun, Planner
-from evaluation_workers import WARMUP_PROMPT, Task, compared, sample_seed
+from evaluation.files import MP_PREFIX, RunFiles, device_name
+from evaluation.methods import Run
+from evaluation.metrics import Row, sample_row
+from evaluation.plan import PlannedRun, Planner
+from evaluation.prompts import Sample
+from evaluation.workers import WARMUP_PROMPT, Task, compared, sample_seed
 from pipeline_inference import Decoder, Generation, print_unused_settings
 from script_utils import Switch, lock_folder
 from timeline import stage_row

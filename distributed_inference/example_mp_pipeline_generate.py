@@ -17,10 +17,10 @@ from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from chat_template import use_template
 from distributed_inference.cycle_profile import Cycle, cycles, write_reports
 from distributed_inference.launch import Checked, Lead, RankParser, add_arguments
 from distributed_inference.self_launch import run
+from loading.chat_template import use_template
 from pipeline_inference import (
     PROMPTS,
     Decoder,

@@ -24,6 +24,7 @@ import torch
 import transformers
 from transformers import PreTrainedConfig
 
+from decoding.stage import Stage
 from distributed_inference.addresses import public_addresses
 from distributed_inference.connections import LostRank
 from distributed_inference.layout import DRAFT_RANK, LM_HEAD_PLACES, Layout, parse_gpus
@@ -39,8 +40,9 @@ from distributed_inference.startup import (
     short_sha256,
 )
 from distributed_inference.watch import Verdict, Watch
-from evaluation_files import checkpoint_labels
-from evaluation_plan import target_of_heads
+from evaluation.files import checkpoint_labels
+from evaluation.plan import target_of_heads
+from loading.target_files import check_compiled, check_target_weights, target_fingerprint, tokenizer_fingerprint
 from pipeline_inference import (
     Decoder,
     Drafter,
@@ -58,7 +60,6 @@ from pipeline_model import (
     HeadConfig,
     NotCompiled,
     SpeculationHead,
-    Stage,
     StageCache,
     Target,
     checkpoint_file,
@@ -78,7 +79,6 @@ from script_utils import (
     resolve_dtype,
     show_what_can_be_shown,
 )
-from target_files import check_compiled, check_target_weights, target_fingerprint, tokenizer_fingerprint
 
 SHORTEST, LONGEST = 0.1, 1e6  # seconds of a timeout
 MEETING_SPARE = 5.0  # seconds beyond --meet_timeout_sec in which whoever knows more can say so

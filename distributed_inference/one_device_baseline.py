@@ -8,10 +8,10 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from evaluation_data import Sample
-from evaluation_files import RowLog
-from evaluation_metrics import is_whole
-from evaluation_plan import PLACEMENT
+from evaluation.files import RowLog
+from evaluation.metrics import is_whole
+from evaluation.plan import PLACEMENT
+from evaluation.prompts import Sample
 
 # And the temperature. Records made before a setting came into being lack it: it was off then.
 SAME = ("target_fingerprint", "dtype", "quantization", "compile", "max_new_tokens", "top_k", "top_p", "seed")

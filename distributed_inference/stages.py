@@ -10,11 +10,12 @@ from datetime import timedelta
 import torch
 from torch import Tensor
 
+from decoding.stage import Stage
 from distributed_inference.connections import Route
 from distributed_inference.layout import DRAFT_RANK, Layout
 from distributed_inference.links import Inbox, Link, Outbox, Wires
 from distributed_inference.messages import Batch, Kind, Start, header_size
-from pipeline_model import NodeBoard, Stage, Target
+from pipeline_model import NodeBoard, Target
 from timeline import VERIFY, Span, Timeline, stage_row
 
 PREFILL_CHUNK = 512  # prompt tokens that travel together: small enough that the stages overlap

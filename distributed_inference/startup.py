@@ -49,7 +49,7 @@ from distributed_inference.connections import (
 from distributed_inference.layout import DRAFT_RANK, Layout
 from distributed_inference.links import Link, Wires, routes
 from distributed_inference.watch import Verdict, Watch
-from evaluation_files import file_sha256, files_sha256
+from evaluation.files import file_sha256, files_sha256
 from script_utils import first_line
 
 Kept = TypeVar("Kept")
@@ -243,7 +243,7 @@ def code_version() -> str:
         *root.glob("distributed_inference/*.py"),
         *root.glob("pipeline_*.py"),
         root / "timeline.py",
-        root / "target_files.py",
+        root / "loading/target_files.py",
     ]
     return files_sha256(files)[:SHOWN_HASH]
 

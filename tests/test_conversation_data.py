@@ -14,11 +14,11 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-import conversation_data
-import conversation_sources
-from chat_format import ChatFormat
-from conversation_data import IGNORE_INDEX, PadCollator, clean_conversation, load_conversations
-from conversation_sources import Counters, SkipRecord, find_sources
+from training import conversations as conversation_data
+from training import sources as conversation_sources
+from training.chat_format import ChatFormat
+from training.conversations import IGNORE_INDEX, PadCollator, clean_conversation, load_conversations
+from training.sources import Counters, SkipRecord, find_sources
 
 WORDS = ["a", "b", "c", "d", "e", "hi", "yo", "sys", "hm", "x", "y", "HI", "YO"]
 WORDS += ["user", "assistant", "system", "User", "Assistant", "System"]

@@ -14,13 +14,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-import conversation_sources
-import generate_training_data as gen
 import train
-from chat_format import ChatFormat
-from conversation_data import clean_conversation, hold_out
-from conversation_sources import Counters, find_sources, folder_lines
-from evaluation_data import read_questions
+from evaluation.prompts import read_questions
 from pipeline_inference import encode_prompt
 from script_utils import run_record, write_json
 from tests.test_conversation_data import (
@@ -36,6 +31,11 @@ from tests.test_conversation_data import (
     user,
 )
 from tests.test_conversation_data import system as system_turn
+from training import generate_answers as gen
+from training import sources as conversation_sources
+from training.chat_format import ChatFormat
+from training.conversations import clean_conversation, hold_out
+from training.sources import Counters, find_sources, folder_lines
 
 __all__ = ["load"]  # a fixture
 
@@ -133,7 +133,7 @@ def test_thinking_cut_off(row, template, reply, expected, finish):
 
 
 def test_answers_stand_behind_the_prompt_that_the_target_saw(row):
-    """Answers of generate_training_data.py: a blank that a template doubles, an end that a cut answer never had."""
+    """Answers of training/generate_answers.py: a blank that a template doubles, an end that a cut answer never had."""
     answer = chat(user("hi"), assistant(" yo"), enable_thinking=False)
     head = "<s> <|head|> ␣ hi ␣ <|endhead|> "
     assert row(INST, answer | {"finish": "eos"})[0] == head + "[␣ yo </s>]"
@@ -169,7 +169,7 @@ def test_reasoning_in_a_field(row, field):
 
 
 def test_generation_leaves_out_what_the_template_refuses(tmp_path, capsys):
-    """One record with a system turn ended a whole run of generate_training_data.py with a traceback."""
+    """One record with a system turn ended a whole run of training/generate_answers.py with a traceback."""
     path = tmp_path / "d.jsonl"
     path.write_text(json.dumps(chat(system_turn("sys"), *TURNS)) + "\n" + LINE)
     flags = ["--model_name", "M", "--data_path", str(path), "--output", str(tmp_path / "o.jsonl")]

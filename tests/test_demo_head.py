@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "checkpoints"))
 import make_prompts
 import train_demo_head
 
-from conversation_sources import Counters, find_sources, read_conversations
+from training.sources import Counters, find_sources, read_conversations
 
 
 @pytest.fixture

@@ -34,10 +34,12 @@ from baselines.dflash import (
 from baselines.eagle3 import ChainExecutor
 from baselines.train_baseline import DFlashLoss
 from pipeline_inference import Completed, Decoder, LocalExecutor, Logits, PromptOutput, Sampling
-from pipeline_model import CachePlan, LossTerms, load_head, rows_loss, save_head, teacher_features
+from pipeline_model import CachePlan, load_head, save_head
 from tests.tiny import VOCAB, hf_greedy, layer_outputs, oracle, random_prompt, tiny_target
 from tests.tiny_baselines import shadow, tiny_dflash, tiny_eagle3
 from timeline import Timeline
+from training.forward import teacher_features
+from training.loss import LossTerms, rows_loss
 from training.replay import packed_attention
 
 TOKENS = 18

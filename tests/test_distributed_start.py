@@ -18,15 +18,16 @@ import pytest
 import torch
 
 from benchmarks import colocated_speed
+from decoding.stage import Stage
 from distributed_inference.example_mp_pipeline_generate import PROMPT as EXAMPLE_PROMPT
 from distributed_inference.launch import RankParser, add_arguments
 from distributed_inference.layout import Layout, parse_gpus
 from distributed_inference.stages import StageServer
 from distributed_inference.startup import check_same
-from evaluation_data import Sample
-from evaluation_workers import sample_seed
+from evaluation.prompts import Sample
+from evaluation.workers import sample_seed
 from pipeline_inference import Generation, Sampling
-from pipeline_model import Stage, Target, TargetPart, load_head, save_head
+from pipeline_model import Target, TargetPart, load_head, save_head
 from tests.ranks import CONTEXT, evaluate, generate, ranks
 from tests.tiny import FAMILIES, VOCAB, hf_greedy, save_target, spd_decoder, tiny_head, tiny_model
 

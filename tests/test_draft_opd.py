@@ -8,9 +8,9 @@ from baselines import train_baseline
 from baselines.dflash import DFlashDrafter, new_dflash_head
 from baselines.draft_opd import Rollout, RolloutSettings, Round, opd_loss, padded, roll_out, slots_of
 from pipeline_inference import Sampling
-from pipeline_model import teacher_features
 from tests.test_dflash import deep_target, drafter_for, reference_block
 from tests.tiny import VOCAB, hf_greedy, random_prompt
+from training.forward import teacher_features
 
 SETTINGS = RolloutSettings(18, Sampling(), 64)
 PROMPTS = [random_prompt(5, seed=1), random_prompt(2, seed=2)]

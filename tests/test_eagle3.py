@@ -15,10 +15,11 @@ from baselines.eagle3 import (
     unrolled_outputs,
 )
 from pipeline_inference import Decoder, LocalExecutor
-from pipeline_model import load_head, save_head, teacher_features
+from pipeline_model import load_head, save_head
 from tests.test_verification import FILTERED, NEUTRAL, exact_pairs, excesses, sampled_pairs
 from tests.tiny import VOCAB, hf_greedy, layer_outputs, oracle, random_prompt, tiny_model, tiny_target
 from tests.tiny_baselines import shadow, tiny_eagle3, tiny_ppsd
+from training.forward import teacher_features
 
 TOKENS = 18
 

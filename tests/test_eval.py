@@ -16,16 +16,16 @@ import pytest
 import torch
 
 import eval
-import evaluation_files
-import evaluation_plan
 import pipeline_inference
-from decoding_metrics import spd_costs
+from decoding.metrics import spd_costs
 from eval import build_parser, main
-from evaluation_data import Sample
-from evaluation_methods import split_name
-from evaluation_metrics import METRICS, summarise
-from evaluation_plan import Planner, parse_devices
-from evaluation_workers import Evaluator, sample_seed
+from evaluation import files as evaluation_files
+from evaluation import plan as evaluation_plan
+from evaluation.methods import split_name
+from evaluation.metrics import METRICS, summarise
+from evaluation.plan import Planner, parse_devices
+from evaluation.prompts import Sample
+from evaluation.workers import Evaluator, sample_seed
 from pipeline_inference import Decoder, Sampling, Verdict
 from pipeline_model import CHECKPOINT_NAME, Target, load_head, save_head
 from script_utils import run_script

@@ -14,8 +14,7 @@ from pathlib import Path
 import datasets
 import pytest
 
-from chat_template import RAW_TEMPLATE
-from evaluation_data import (
+from evaluation.prompts import (
     MORE_SETS,
     OFFICIAL_SETS,
     Question,
@@ -24,6 +23,7 @@ from evaluation_data import (
     encode_questions,
     read_questions,
 )
+from loading.chat_template import RAW_TEMPLATE
 from script_utils import run_script
 
 REPOSITORY = Path(__file__).parents[1]

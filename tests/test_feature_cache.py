@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from feature_cache import FeatureCache, open_caches
-from pipeline_model import teacher_features
 from tests.tiny import random_prompt, tiny_target
+from training.feature_cache import FeatureCache, open_caches
+from training.forward import teacher_features
 
 LENGTHS = np.array([5, 9, 3, 7])
 

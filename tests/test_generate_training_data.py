@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-import generate_training_data as gen
-from conversation_data import load_conversations
 from script_utils import lock_file
 from tests.test_train import make_tokenizer, write_language
 from tests.tiny import hf_greedy, tiny_model
+from training import generate_answers as gen
+from training.conversations import load_conversations
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 import pipeline_model
-from evaluation_files import checkpoint_labels
+from evaluation.files import checkpoint_labels
 from pipeline_inference import build_parser, main
 from pipeline_model import Target, checkpoint_file, read_checkpoint, save_head
 from script_utils import run_script

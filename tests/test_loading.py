@@ -29,15 +29,15 @@ from transformers import (
 from transformers.models.qwen3_5 import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 from transformers.models.qwen3_5_moe import Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration
 
-import generate_training_data
 import pipeline_inference
 import train
 from distributed_inference import example_mp_pipeline_generate
 from distributed_inference.launch import Checked
 from distributed_inference.startup import Environment, check_same
+from loading.target_files import QUANTIZATIONS, target_fingerprint, tokenizer_fingerprint
 from pipeline_model import Target, TargetPart, save_head
-from target_files import QUANTIZATIONS, target_fingerprint, tokenizer_fingerprint
 from tests.tiny import FAMILIES, VOCAB, random_prompt, save_target, tiny_head, tiny_model
+from training import generate_answers
 
 VISION = {
     "depth": 1,
@@ -314,13 +314,13 @@ def test_an_adapter_beside_the_model_is_refused(saved, tmp_path):
 
 
 def test_flash_attention_that_is_not_installed(saved, monkeypatch, tmp_path):
-    """Guards against a traceback from train.py and generate_training_data.py, after all data had been encoded."""
-    monkeypatch.setattr("target_files.is_flash_attn_2_available", lambda **_: False)
+    """Guards against a traceback from train.py and training/generate_answers.py, after all data had been encoded."""
+    monkeypatch.setattr("loading.target_files.is_flash_attn_2_available", lambda **_: False)
     kernels, data = ["--attn_implementation", "flash_attention_2"], ["--data_path", "/not/read.jsonl"]
     target, out = str(saved["llama"]), str(tmp_path / "out")
     commands = [
         (train, ["--model_name", target, "--num_stages", "2", "--output_dir", out, *data]),
-        (generate_training_data, ["--model_name", target, "--output", f"{out}.jsonl", *data]),
+        (generate_answers, ["--model_name", target, "--output", f"{out}.jsonl", *data]),
         (pipeline_inference, ["--base_model_path", target, "--prompt", "w1"]),
     ]
     for script, flags in commands:

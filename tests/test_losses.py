@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline_model import LOSS_KINDS, LossTerms, acceptance, distillation_loss
+from training.loss import LOSS_KINDS, LossTerms, acceptance, distillation_loss
 
 ROWS, HIDDEN, VOCAB, DRAFT = 7, 6, 11, (1, 2, 5, 8, 10)
 

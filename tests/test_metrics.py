@@ -7,13 +7,12 @@ import time
 import numpy as np
 import pytest
 
-from decoding_metrics import (
+from decoding.metrics import (
     iid_accept_length,
     spd_costs,
 )
-from evaluation_data import Sample
-from evaluation_files import MP_PREFIX, RowLog, RunFiles, read_summaries
-from evaluation_metrics import (
+from evaluation.files import MP_PREFIX, RowLog, RunFiles, read_summaries
+from evaluation.metrics import (
     METRICS,
     aggregate,
     bootstrap_picks,
@@ -28,7 +27,8 @@ from evaluation_metrics import (
     sample_row,
     summarise,
 )
-from evaluation_plots import plot_summary
+from evaluation.plots import plot_summary
+from evaluation.prompts import Sample
 from pipeline_inference import GenerationResult, LocalExecutor
 from script_utils import write_json
 from tests.tiny import hf_greedy, oracle, random_prompt, scripted_decoder, tiny_target

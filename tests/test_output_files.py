@@ -13,18 +13,18 @@ import pytest
 import torch
 
 import eval as evaluation
-import generate_training_data
 import pipeline_inference
 import train
-from baselines import compare, train_baseline
-from benchmarks import gpu_check, plan_stages
+from baselines import train_baseline
+from benchmarks import compare_methods, gpu_check
 from checkpoints import collect_results, make_prompts
 from distributed_inference import eval_mp_pipeline_dataset, example_mp_pipeline_generate, launch
 from draft_vocab import build_draft_vocab
 from eval_data import download
-from evaluation_files import RowLog
-from evaluation_plan import Planner
+from evaluation.files import RowLog
+from evaluation.plan import Planner
 from pipeline_model import Target, save_head
+from planning import plan_stages
 from script_utils import (
     Parser,
     Switch,
@@ -38,6 +38,7 @@ from script_utils import (
     shown,
 )
 from tests.tiny import save_target, tiny_head
+from training import generate_answers
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="making a device needs root")
 
@@ -238,11 +239,11 @@ SCRIPTS = [  # script, its other flags, the flag of an output file
     (plan_stages, "--num_devices 3", "--plot"),
     (plan_stages, "--num_devices 3", "--save_timings"),
     (gpu_check, "", "--output"),
-    (compare, "--work_dir {0}/compare --data_path {0}/data.jsonl", "--output"),
+    (compare_methods, "--work_dir {0}/compare --data_path {0}/data.jsonl", "--output"),
     (collect_results, "--eval_output {0}", "--output"),
     (make_prompts, "--count 1", "--output"),
     (build_draft_vocab, "--tokenizer {0}/target --data_path {0}/data.jsonl", "--output"),
-    (generate_training_data, "--model_name {0}/target --data_path {0}/data.jsonl", "--output"),
+    (generate_answers, "--model_name {0}/target --data_path {0}/data.jsonl", "--output"),
 ]
 
 
@@ -253,7 +254,7 @@ def test_every_output_file_is_checked_first(files, tmp_path, monkeypatch, script
         monkeypatch.setattr(Target, name, nothing_loads, raising=False)
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", nothing_loads)
     # The answers' own folder is made; a mistyped path two folders deep is not.
-    path = tmp_path / "missing" / ("deeper" if script is generate_training_data else "") / "own.jsonl"
+    path = tmp_path / "missing" / ("deeper" if script is generate_answers else "") / "own.jsonl"
     args = script.build_parser().parse_args([*flags.format(files).split(), flag, str(path)])
     with pytest.raises(ValueError, match=f"{flag} .*cannot be written .there is no folder"):
         script.main(args)
@@ -270,7 +271,7 @@ TRAINING = "--model_name {0}/target --data_path {0}/data.jsonl"
         (train, f"{TRAINING} --num_stages 2 --output_dir {{0}}/out", "--cache_dir"),
         (train, f"{TRAINING} --num_stages 2 --output_dir {{0}}/out", "--feature_cache"),
         (train_baseline, f"{TRAINING} --method eagle3 --output_dir {{0}}/out", "--output_dir"),
-        (compare, "--work_dir {0}/compare --data_path {0}/data.jsonl", "--work_dir"),
+        (compare_methods, "--work_dir {0}/compare --data_path {0}/data.jsonl", "--work_dir"),
         (build_draft_vocab, "--tokenizer {0}/target --data_path {0}/data.jsonl --output {0}/list.json", "--cache_dir"),
         (download, "--set gsm8k", "--output_dir"),
     ],

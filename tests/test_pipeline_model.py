@@ -12,6 +12,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.models.qwen3_5.modeling_qwen3_5 import apply_rotary_pos_emb as apply_partial_rotary_pos_emb
 
 import pipeline_model
+from decoding.stage import partition
 from pipeline_inference import Decoder, LocalExecutor, SPDDrafter
 from pipeline_model import (
     CHECKPOINT_NAME,
@@ -572,7 +573,7 @@ def test_stages_compute_what_the_whole_model_computes(family):
 
 def test_stage_captures_only_its_own_anchors():
     """Guards against anchors that two stages capture, or none: one at a boundary belongs to the stage before it."""
-    stages = tiny_target("llama").partition((1, 2, 1))
+    stages = partition(tiny_target("llama"), (1, 2, 1))
     for stage in stages:
         stage.start(CachePlan(slots=4, nodes=2, tree=False), root=0, anchors=(0, 1, 2, 4))
     assert [sorted(stage.anchors) for stage in stages] == [[1], [2], [4]]

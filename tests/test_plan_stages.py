@@ -11,9 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import plan_stages
-from benchmarks.message_time import message_ms
-from benchmarks.stage_plan import (
+from decoding.metrics import spd_costs
+from evaluation.metrics import failed_row, sample_row
+from evaluation.prompts import Sample
+from pipeline_model import auto_shallow_layers, save_head, split_layers
+from planning import plan_stages
+from planning.cost_model import (
     Placement,
     Times,
     best_plan,
@@ -25,10 +28,7 @@ from benchmarks.stage_plan import (
     times_record,
     trace_alpha,
 )
-from decoding_metrics import spd_costs
-from evaluation_data import Sample
-from evaluation_metrics import failed_row, sample_row
-from pipeline_model import auto_shallow_layers, save_head, split_layers
+from planning.message_time import message_ms
 from script_utils import run_script
 from tests.tiny import (
     hf_greedy,

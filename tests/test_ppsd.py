@@ -7,10 +7,11 @@ import torch
 
 from baselines.ppsd import FirstStageExecutor, PPSDConfig, ppsd_decoder
 from pipeline_inference import Decoder, Node
-from pipeline_model import draft_rows, load_head, save_head, teacher_features
+from pipeline_model import load_head, save_head
 from tests.test_verification import FILTERED, NEUTRAL, exact_pairs, excesses, sampled_pairs
 from tests.tiny import hf_greedy, layer_outputs, oracle, random_prompt, spd_decoder, tiny_head, tiny_model, tiny_target
 from tests.tiny_baselines import shadow, tiny_ppsd
+from training.forward import draft_rows, teacher_features
 
 TOKENS = 18
 

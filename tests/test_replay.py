@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from pipeline_inference import Decoder, Sampling
-from pipeline_model import draft_rows, teacher_features
 from tests.tiny import random_prompt, spd_decoder, tiny_head, tiny_target
+from training.forward import draft_rows, teacher_features
 from training.replay import (
     Trace,
     acceptance_given,

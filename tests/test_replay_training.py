@@ -15,7 +15,7 @@ from tests.test_train import (
     weights,
     work,  # noqa: F401, a fixture
 )
-from training_state import list_checkpoints, read_log
+from training.run_state import list_checkpoints, read_log
 
 REPLAY = ("--rows", "replay", "--gradient_accumulation_steps", 4, "--max_steps", 6)
 

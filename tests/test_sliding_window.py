@@ -13,18 +13,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from baselines.eagle3 import eagle3_decoder
 from baselines.ppsd import ppsd_decoder
 from baselines.prompt_lookup import PromptLookup
+from decoding.stage import Stage
 from pipeline_inference import LocalExecutor, Sampling, check_attention
-from pipeline_model import (
-    CachePlan,
-    Masks,
-    NodeBoard,
-    NodeRow,
-    Stage,
-    check_supported,
-    layer_types,
-    teacher_features,
-    window_mask,
-)
+from pipeline_model import CachePlan, Masks, NodeBoard, NodeRow, check_supported, layer_types, window_mask
 from tests import tiny
 from tests.tiny import (
     WINDOW,
@@ -40,6 +31,7 @@ from tests.tiny import (
     tiny_target,
 )
 from tests.tiny_baselines import shadow, tiny_eagle3, tiny_ppsd
+from training.forward import teacher_features
 
 CPU = torch.device("cpu")
 FAMILIES = ["mistral", *WINDOWED]

@@ -20,12 +20,12 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, set_seed
 
 import pipeline_inference
 import train
-from conversation_data import PadCollator, load_conversations
-from optimizers import Float32Muon, build_optimizers, lr_factor, orthogonalise, orthogonalise_all
 from pipeline_model import CHECKPOINT_NAME, Target, load_head, read_checkpoint
 from tests.tiny import FAMILIES, VOCAB, spd_decoder, tiny_head, tiny_model, tiny_target
 from training import head_loss
-from training_state import (
+from training.conversations import PadCollator, load_conversations
+from training.optimizers import Float32Muon, build_optimizers, lr_factor, orthogonalise, orthogonalise_all
+from training.run_state import (
     STATE_NAME,
     DataOrder,
     StopSignals,
@@ -272,7 +272,7 @@ def test_checkpoint_write_that_fails_leaves_the_old_one(work, tmp_path, monkeypa
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("training_state.torch.save", full)
+    monkeypatch.setattr("training.run_state.torch.save", full)
     with pytest.raises(OSError, match="No space"):
         train.save_checkpoint(output, 2, load_head(output, Target.load(str(work / "target"))), {}, keep=2)
     assert (output / "checkpoint-2" / STATE_NAME).read_bytes() == before

@@ -7,24 +7,12 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
-import pipeline_model
 from pipeline_inference import Decoder, LocalExecutor, SPDDrafter
-from pipeline_model import (
-    KL,
-    STAIRCASE_ATTENTION,
-    LossTerms,
-    Target,
-    _Distillation,
-    distillation_loss,
-    draft_rows,
-    key_types,
-    load_head,
-    new_head,
-    staircase_plan,
-    teacher_features,
-    training_loss,
-)
+from pipeline_model import Target, key_types, load_head, new_head, staircase_plan
 from tests.tiny import VOCAB, random_prompt, tiny_head, tiny_target
+from training import forward
+from training.forward import STAIRCASE_ATTENTION, draft_rows, teacher_features, training_loss
+from training.loss import KL, LossTerms, _Distillation, distillation_loss
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 FIXTURE = Path(__file__).parents[2] / "shared/interop/llama_v11"
@@ -131,8 +119,8 @@ def test_loss_and_gradients_equal_the_plain_loops(case, chunk, monkeypatch):
 
     Small chunks put many borders into a short sequence.
     """
-    monkeypatch.setattr(pipeline_model, "QUERY_CHUNK", chunk)
-    monkeypatch.setattr(pipeline_model, "LOSS_CHUNK", chunk)
+    monkeypatch.setattr("training.forward.QUERY_CHUNK", chunk)
+    monkeypatch.setattr("training.loss.LOSS_CHUNK", chunk)
     family, sizes, anchors, fill, draft_vocab, layers, temperature = case
     target = tiny_target(family)
     fields = {} if anchors is None else {"aggr_feature_bound": anchors}
@@ -261,7 +249,7 @@ def test_flex_attention_looks_at_the_right_blocks(seen, blocks):
     """Guards the blocks that the kernel skips, or takes without asking for each pair: as the library finds them by
     looking at every pair. A CPU's form looks at every pair itself, and would hide a wrong one."""
     kinds, length = tuple(sorted({*seen, 3})), 128 * blocks
-    ours = pipeline_model._staircase_blocks(kinds, seen, length, torch.device("cpu"))
+    ours = forward._staircase_blocks(kinds, seen, length, torch.device("cpu"))
     library = create_block_mask(ours.mask_mod, None, None, length, len(kinds) * length, device="cpu")
 
     def listed(counts, which):
@@ -274,16 +262,16 @@ def test_flex_attention_looks_at_the_right_blocks(seen, blocks):
 
 def test_flex_attention_meets_few_shapes(monkeypatch):
     """Guards against a kernel that is compiled for each length of a batch, until it is not compiled any more."""
-    met, attend = set(), pipeline_model.flex_attention
+    met, attend = set(), forward.flex_attention
 
     def recording(query, key, value, *, block_mask, **settings):
         met.add((query.shape, key.shape, id(block_mask)))
         return attend(query, key, value, block_mask=block_mask, **settings)
 
-    monkeypatch.setattr(pipeline_model, "flex_attention", recording)
+    monkeypatch.setattr("training.forward.flex_attention", recording)
     for length in (1, 100, 127, 128, 129):
         keys = {kind: torch.randn(1, 2, length, 8) for kind in (0, 1)}
-        out = pipeline_model.flex_staircase_attention(torch.randn(1, 4, length, 8), keys, keys, (0,), 0.3)
+        out = forward.flex_staircase_attention(torch.randn(1, 4, length, 8), keys, keys, (0,), 0.3)
         assert out.shape == (1, 4, length, 8)
     assert len(met) == 2
 
@@ -315,7 +303,7 @@ def test_validation_computes_no_gradients(monkeypatch):
     head = new_head(tiny_head(target, (2, 2)).config, target)
     rows, hidden = torch.randn(2, 9, 32).unbind()
     expected = float(distillation_loss(head, target, rows, hidden, None).total.detach())
-    monkeypatch.setattr(pipeline_model, "_LossGradients", None)
+    monkeypatch.setattr("training.loss._LossGradients", None)
     with torch.no_grad():
         assert float(distillation_loss(head, target, rows, hidden, None).total) == expected
 

@@ -9,13 +9,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import train
-from conversation_data import load_conversations
 from pipeline_model import HeadConfig, read_checkpoint
 from script_utils import lock_folder
 from tests.test_train import VOCAB, assert_same_weights, run, script_error, weights
 from tests.test_train import work as work  # a fixture
 from tests.tiny import FAMILIES
-from training_state import list_checkpoints
+from training.conversations import load_conversations
+from training.run_state import list_checkpoints
 
 
 def names(output):
@@ -134,7 +134,7 @@ def test_a_full_disk_names_the_last_checkpoint(work, tmp_path, monkeypatch, at):
     """Guards a night's run: a full disk was a traceback ("unexpected pos 110400 vs 110292"); what is there is whole,
     and the run goes on from it."""
     output, calls = tmp_path / "out", []
-    name = "training_state.torch.save" if at == "checkpoint" else "training_state.append_text"
+    name = "training.run_state.torch.save" if at == "checkpoint" else "training.run_state.append_text"
     genuine = torch.save if at == "checkpoint" else train.append_log.__globals__["append_text"]
 
     def full(first, *more):

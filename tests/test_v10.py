@@ -5,19 +5,15 @@ import copy
 import pytest
 import torch
 
-import pipeline_model
 from pipeline_inference import Decoder, LocalExecutor, SPDDrafter
 from pipeline_model import (
     HeadConfig,
     auto_shallow_layers,
-    draft_rows,
     load_head,
     new_head,
     read_checkpoint,
     save_head,
     split_layers,
-    teacher_features,
-    training_loss,
 )
 from tests.tiny import (
     FAMILIES,
@@ -30,6 +26,7 @@ from tests.tiny import (
     tiny_model,
     tiny_target,
 )
+from training.forward import draft_rows, teacher_features, training_loss
 
 
 def head_of(target, num_stages, lists=None, **fields):
@@ -93,7 +90,7 @@ CASES = [  # family, layers, n, lists (None: the rule's), fill (None: n), layers
 def test_training_forward_equals_the_plain_loops(case, chunk, monkeypatch):
     """Guards every choice of section 8: which type is seen where, its list, its matrix of each layer, the order of the
     lists, g_0 as its own key, rows that stay as they are; for logits and gradients, on a padded batch."""
-    monkeypatch.setattr(pipeline_model, "QUERY_CHUNK", chunk)
+    monkeypatch.setattr("training.forward.QUERY_CHUNK", chunk)
     family, layers, n, lists, fill, spec_layers = case
     shape = {"layer_types": ["linear_attention", "full_attention"] * (layers // 2)} if "3_5" in family else {}
     target = tiny_target(family, layers=layers, **shape)

@@ -14,8 +14,9 @@ from collections import Counter, deque
 import pytest
 
 import eval as evaluation
-from evaluation_files import RunFiles, read_runs
-from evaluation_metrics import summarise
+from evaluation.files import RunFiles, read_runs
+from evaluation.metrics import summarise
+from evaluation.summary_page import write_summary_page
 from pipeline_inference import Decoder, LocalExecutor, TokenTree, build_parser, check_arguments, main
 from pipeline_model import Target, save_head
 from script_utils import write_json
@@ -32,7 +33,6 @@ from tests.tiny import (
 )
 from viewer.page import Setting, as_json, page, run_of
 from viewer.recording import Fate, Token, set_fates, staircase, tokens_of
-from viewer.summary import write_summary_page
 
 SIZES = (1, 2, 1)
 COUNT = 24

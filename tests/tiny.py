@@ -19,8 +19,9 @@ from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5MoeTextConfig
 from transformers.models.qwen3_moe import Qwen3MoeConfig
 
+from decoding.stage import StaticForward
 from pipeline_inference import Decoder, LocalExecutor, SPDDrafter, TokenTree
-from pipeline_model import HeadConfig, SpeculationHead, StaticForward, Target, auto_anchors, split_layers
+from pipeline_model import HeadConfig, SpeculationHead, Target, auto_anchors, split_layers
 
 VOCAB = 61
 SHARED = {

@@ -13,7 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pipeline_model import KL, FixedRowHead, LossTerms, SpeculationHead, Target, TrainingLoss, training_loss
+from pipeline_model import FixedRowHead, SpeculationHead, Target
+from training.forward import training_loss
+from training.loss import KL, LossTerms, TrainingLoss
 from training.replay import TraceCounts
 from training.replay_loss import Replay, ReplaySettings
 

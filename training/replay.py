@@ -26,9 +26,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from decoding_metrics import accept_length, alpha
+from decoding.metrics import accept_length, alpha
 from pipeline_inference import Sampling
-from pipeline_model import LOSS_CHUNK, SpeculationHead, Target, grouped_attention
+from pipeline_model import SpeculationHead, Target, grouped_attention
+from training.loss import LOSS_CHUNK
 
 QUERY_CHUNK = 128  # E rows whose queries share one set of keys
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from pipeline_inference import Sampling
-from pipeline_model import KL, LossTerms, SpeculationHead, Target, TrainingLoss, distillation_loss
+from pipeline_model import SpeculationHead, Target
+from training.loss import KL, LossTerms, TrainingLoss, distillation_loss
 from training.replay import Trace, TraceCounts, bernoulli_flags, packed_rows, replay_flags, run_values
 
 TRACES = ("replay", "bernoulli", "full")

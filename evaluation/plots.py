@@ -11,7 +11,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from evaluation_metrics import data_set_order
+from evaluation.metrics import data_set_order
 from script_utils import atomic_open
 
 SPEEDUPS = {  # metric -> legend and colour

@@ -1,7 +1,7 @@
 """How many stages, and which layers in each: predicted from times measured on this machine, or read from a file.
 
-    python benchmarks/plan_stages.py --base_model_path Qwen/Qwen3-4B --device cuda --num_devices 9 --alpha 0.8
-    python benchmarks/plan_stages.py --timings timings.json --num_devices 9 --trace raw/..._per_sample.jsonl
+    python planning/plan_stages.py --base_model_path Qwen/Qwen3-4B --device cuda --num_devices 9 --alpha 0.8
+    python planning/plan_stages.py --timings timings.json --num_devices 9 --trace raw/..._per_sample.jsonl
 
 stage_plan.py beside it says what follows from which times. Prints a card, a table with a row for each n, the best n
 with its `--stage_layers`, and a last line of JSON; the plot goes to a file.
@@ -24,8 +24,10 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.common import head_config
-from benchmarks.message_time import message_ms
-from benchmarks.stage_plan import (
+from decoding.stage import Stage
+from evaluation.files import device_name
+from pipeline_model import CachePlan, HeadCache, NodeBoard, NodeRow, SpeculationHead, Target, load_head, read_checkpoint
+from planning.cost_model import (
     LM_HEAD_PLACES,
     Placement,
     Plan,
@@ -39,18 +41,7 @@ from benchmarks.stage_plan import (
     times_record,
     trace_alpha,
 )
-from evaluation_files import device_name
-from pipeline_model import (
-    CachePlan,
-    HeadCache,
-    NodeBoard,
-    NodeRow,
-    SpeculationHead,
-    Stage,
-    Target,
-    load_head,
-    read_checkpoint,
-)
+from planning.message_time import message_ms
 from script_utils import (
     Parser,
     add_dtype_argument,

@@ -12,7 +12,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from evaluation_methods import METHODS
+from evaluation.methods import METHODS
 from script_utils import atomic_open, markdown_table
 
 Summary = Mapping[str, Any]  # of one run, as eval.py writes it
@@ -221,5 +221,5 @@ def report(results: Results, commit: str, training: str, notes: str, commands: S
     if notes:
         sections.append(notes.strip())
     listed = "\n\n".join(commands)
-    sections += ["## Commands", f"`baselines/compare.py` ran these, in this order:\n\n```\n{listed}\n```"]
+    sections += ["## Commands", f"`benchmarks/compare_methods.py` ran these, in this order:\n\n```\n{listed}\n```"]
     return "\n\n".join(sections) + "\n"

@@ -41,7 +41,7 @@ writes every special token, the tokenizer adds none, so BOS is never doubled. La
 from the end of the prompt (all that decoding puts in front of a reply) through the end-of-turn token, thinking blocks
 and calls of tools included. The line break that many templates put behind the end-of-turn token is never generated and
 not supervised. A reply that was cut off (thinking without an end, or `finish` is "length"), and every answer that
-generate_training_data.py wrote, stands behind the prompt as the target wrote it; one that was cut off has no end of
+training/generate_answers.py wrote, stands behind the prompt as the target wrote it; one that was cut off has no end of
 turn. A reply that thinks was written with thinking on; for others `enable_thinking` says.
 """
 
@@ -66,8 +66,9 @@ from jinja2 import TemplateError
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from chat_format import ChatFormat, Message, Setting, Span, is_cut_off, thinks
-from conversation_sources import (
+from script_utils import first_line
+from training.chat_format import ChatFormat, Message, Setting, Span, is_cut_off, thinks
+from training.sources import (
     Conversation,
     Counters,
     SkipRecord,
@@ -76,7 +77,6 @@ from conversation_sources import (
     folder_lines,
     read_conversations,
 )
-from script_utils import first_line
 
 IGNORE_INDEX = -100
 TOOL_ROLES = ("tool", "function", "observation", "ipython", "tool_response", "tool_result")

@@ -30,7 +30,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from decoding_metrics import accept_length, alpha, cycles_a_step, iid_accept_length
+from decoding.metrics import accept_length, alpha, cycles_a_step, iid_accept_length
 from script_utils import first_line
 
 LM_HEAD_PLACES = ("draft", "last")  # the rank that computes the target's logits

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from baselines.prompt_lookup import PromptLookup
-from evaluation_data import Sample
-from evaluation_methods import Run, build_decoder
-from evaluation_metrics import Row, compare_with_baseline, failed_row, sample_row
+from evaluation.methods import Run, build_decoder
+from evaluation.metrics import Row, compare_with_baseline, failed_row, sample_row
+from evaluation.prompts import Sample
 from pipeline_inference import Decoder, Executor, LocalExecutor, logit_gap
 from pipeline_model import NotCompiled, Target
 from script_utils import quiet_libraries

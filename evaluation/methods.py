@@ -10,7 +10,7 @@ from baselines.dflash import DFlashConfig, dflash_decoder
 from baselines.eagle3 import Eagle3Config, eagle3_decoder
 from baselines.ppsd import PPSDConfig, ppsd_decoder
 from baselines.prompt_lookup import PromptLookup
-from decoding_metrics import Costs, block_costs, chain_costs, ppsd_costs, spd_costs
+from decoding.metrics import Costs, block_costs, chain_costs, ppsd_costs, spd_costs
 from pipeline_inference import Decoder, LocalExecutor, Sampling, SPDDrafter
 from pipeline_model import HeadConfig, Target, load_head
 

@@ -23,7 +23,7 @@ from script_utils import first_line, read_text, text_encoding
 
 CONVERSATION_COLUMNS = ("conversations", "messages")
 SYSTEM_COLUMNS = ("system", "system_prompt", "system_message")
-# What else of a record changes its text; "finish" and "enable_thinking" are generate_training_data.py's.
+# What else of a record changes its text; "finish" and "enable_thinking" are training/generate_answers.py's.
 MORE_COLUMNS = (*SYSTEM_COLUMNS, "tools", "finish", "finish_reason", "enable_thinking")
 READ_CHARS = 1 << 16  # characters read at a time from a .json file; the price of an error grows with it
 

@@ -22,8 +22,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline_model import Target, teacher_argmax, teacher_features
+from pipeline_model import Target
 from script_utils import write_json
+from training.forward import teacher_features
+from training.loss import teacher_argmax
 
 FORMAT = 1  # raise when the files would hold something else
 

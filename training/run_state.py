@@ -28,7 +28,7 @@ from matplotlib.figure import Figure
 from pipeline_model import CHECKPOINT_NAME, SpeculationHead, save_head
 from script_utils import append_text, atomic_open, first_line, shown
 
-STATE_NAME = "training_state.pt"
+STATE_NAME = "training.run_state.pt"
 LOG_NAME = "log.jsonl"
 CURVE_NAME = "training_curve.png"
 

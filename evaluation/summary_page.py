@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from evaluation_files import RunFiles
+from evaluation.files import RunFiles
 from viewer.page import render, write
 
 Shown = dict[str, Any]  # a run or a prompt, as the page knows it

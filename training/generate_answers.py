@@ -1,6 +1,6 @@
 """Writes training text in the target's own words: answers to the first prompts of conversations, one JSON line each.
 
-    python generate_training_data.py --model_name Qwen/Qwen3-4B --data_path sharegpt.json --temperature 0 \\
+    python training/generate_answers.py --model_name Qwen/Qwen3-4B --data_path sharegpt.json --temperature 0 \\
         --output own_t0.jsonl
     accelerate launch train.py ... --data_path own_t0.jsonl --data_path sharegpt.json
 
@@ -26,10 +26,10 @@ import torch
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from chat_format import ChatFormat
-from chat_template import add_template_flags, check_template_flags, use_template
-from conversation_data import first_prompt
-from conversation_sources import Counters, SkipRecord, find_sources, folder_lines, read_conversations
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from loading.chat_template import add_template_flags, check_template_flags, use_template
+from loading.target_files import check_attention_kernels, check_target_weights
 from pipeline_inference import Sampling, load_tokenizer
 from pipeline_model import ATTN_IMPLEMENTATIONS, Target, load_target_config
 from script_utils import (
@@ -49,7 +49,9 @@ from script_utils import (
     shown,
     write_json,
 )
-from target_files import check_attention_kernels, check_target_weights
+from training.chat_format import ChatFormat
+from training.conversations import first_prompt
+from training.sources import Counters, SkipRecord, find_sources, folder_lines, read_conversations
 
 SORTED_BATCHES = 16  # batches whose prompts are sorted by length together: little padding, still a random order
 # What the lines of the output depend on.
@@ -60,7 +62,7 @@ PAD = 0  # any id of the target's will do, as it is masked: a tokenizer's own ma
 
 
 def build_parser() -> Parser:
-    parser = Parser(prog="generate_training_data.py", description="Let the target answer the prompts of a data set.")
+    parser = Parser(prog="training/generate_answers.py", description="Let the target answer the prompts of a data set.")
     model = parser.add_argument_group("target")
     model.add_argument("--model_name", required=True, help="target model: a folder or a hub id")
     model.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")

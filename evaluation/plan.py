@@ -18,9 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from baselines.dflash import check_block_size
 from baselines.prompt_lookup import check_prompt_lookup
-from chat_template import check_template_flags, template_setting, use_template
-from evaluation_data import Sample, choose_data_sets, encode_questions, read_questions
-from evaluation_files import (
+from evaluation.files import (
     RowLog,
     RunFiles,
     baseline_cache,
@@ -32,8 +30,11 @@ from evaluation_files import (
     read_summaries,
     safe_name,
 )
-from evaluation_methods import METHODS, Run
-from evaluation_workers import TargetOptions
+from evaluation.methods import METHODS, Run
+from evaluation.prompts import Sample, choose_data_sets, encode_questions, read_questions
+from evaluation.workers import TargetOptions
+from loading.chat_template import check_template_flags, template_setting, use_template
+from loading.target_files import check_compiled, check_target_weights, target_fingerprint
 from pipeline_inference import Sampling, check_attention, check_limits, load_tokenizer
 from pipeline_model import (
     HeadConfig,
@@ -44,7 +45,6 @@ from pipeline_model import (
     read_head,
 )
 from script_utils import check_output_folder, resolve_dtype
-from target_files import check_compiled, check_target_weights, target_fingerprint
 
 PLACEMENT = "all stages on one device"  # what the wall-clock times of this evaluation mean
 

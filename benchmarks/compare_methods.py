@@ -1,6 +1,6 @@
 """Every method on the same prompts: trains all drafters alike, evaluates them, writes BENCHMARK_RESULTS.md.
 
-    python baselines/compare.py --work_dir runs/compare --data_path conversations.jsonl
+    python benchmarks/compare_methods.py --work_dir runs/compare --data_path conversations.jsonl
 
 Each trained drafter gets the same data, tokens in the same order, optimiser and number of steps. What is finished is
 not done again: a run that was stopped goes on with the same command. --report_only rewrites the report.
@@ -22,9 +22,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import eval as evaluation
 import train
 from baselines import train_baseline
-from baselines.report import PLOT, Results, plot, report
-from evaluation_files import read_summaries
-from evaluation_methods import METHODS
+from benchmarks.comparison_report import PLOT, Results, plot, report
+from evaluation.files import read_summaries
+from evaluation.methods import METHODS
 from pipeline_model import CHECKPOINT_NAME, load_target_config
 from script_utils import (
     Parser,

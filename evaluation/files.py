@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from evaluation_metrics import Row, check_row, row_key
+from evaluation.metrics import Row, check_row, row_key
 from pipeline_model import CHECKPOINT_NAME, checkpoint_file
 from script_utils import append_text, lock_file, write_json
 
@@ -34,7 +34,13 @@ PREFIX = "pipeline_eval"  # of the files of eval.py
 MP_PREFIX = "mp_pipeline_eval"  # of those of a pipeline of ranks
 LONGEST_NAME = 240  # bytes of a file name: file systems take 255, and temporary files need some more
 # The code that makes tokens and times: rows of two versions of it are not mixed.
-DECODING_CODE = ("pipeline_model.py", "target_files.py", "pipeline_inference.py", "timeline.py")
+DECODING_CODE = (
+    "pipeline_model.py",
+    "loading/target_files.py",
+    "decoding/stage.py",
+    "pipeline_inference.py",
+    "timeline.py",
+)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -59,7 +65,7 @@ def files_sha256(paths: Iterable[Path]) -> str:
 
 def code_fingerprint(more: Iterable[str] = ()) -> str:
     """A hash of the decoding code, and of more files that a method needs."""
-    folder = Path(__file__).parent
+    folder = Path(__file__).parents[1]
     return files_sha256(folder / name for name in (*DECODING_CODE, *more))
 
 

@@ -13,9 +13,9 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from chat_template import RAW_TEMPLATE, template_of
-from conversation_sources import SkipRecord
+from loading.chat_template import RAW_TEMPLATE, template_of
 from script_utils import first_line
+from training.sources import SkipRecord
 
 Message = dict[str, Any]  # role, content, and perhaps reasoning_content, tool_calls, tool_call_id, name
 Span = tuple[int, int]  # [start, end), characters

@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from numbers import Integral
@@ -732,6 +732,11 @@ class GenerationResult:
         """Measured decode speed, prefill excluded; None without a cycle and until the generation has ended."""
         return self.new_tokens / self.timings.decode if self.timings.decode and self.cycles else None
 
+    @property
+    def ideal_tokens_per_second(self) -> float | None:
+        """Decode speed that the run's own timers give with a device per stage and one for the head; None likewise."""
+        return self.new_tokens / self.timings.ideal_decode if self.timings.ideal_decode and self.cycles else None
+
 
 def check_limits(max_new_tokens: int, draft_top_k: int) -> None:
     """ValueError for limits that no generation can run with; cheap, so that scripts can call it before they load."""
@@ -1185,6 +1190,11 @@ PROMPTS = (
     "Write a short poem about the sea.",
     "Explain what a prime number is.",
 )
+ONE_PROCESS = (
+    "[note] All {} stages run in this one process, one after the other, so the pipeline is slower here than the target "
+    "alone; the ideal speed-up is what this run's timers give with a device per stage and one for the head."
+)
+WARMUP_PROMPT, WARMUP_CYCLES = 32, 12  # prompt tokens and new tokens of the unrecorded generation before the first
 
 
 def add_model_arguments(parser: Parser) -> argparse._ArgumentGroup:
@@ -1323,10 +1333,14 @@ class Demo:
     def run(self) -> int:
         """Print every prompt's generations; write trace and page. Exit code 1 for a difference that must not be."""
         print_unused_settings(self.base_model_path)
+        if "pipeline" in self.decoders:
+            print(ONE_PROCESS.format(len(self.decoders["pipeline"].executor.stage_sizes)))
+        self.warm_up()
         failed, traces, shown = False, {}, []
         for number, (prompt, ids) in enumerate(self.prompts, start=1):
             print(paint(f"\nPrompt {number}/{len(self.prompts)}: {prompt}", "bold"))
             generations = {name: self.generate(name, ids) for name in self.decoders}
+            self.print_speeds({name: generation.result for name, generation in generations.items()})
             if "pipeline" not in generations:
                 continue
             failed |= self.print_comparison(ids, generations["standard"].result, generations["pipeline"].result)
@@ -1353,26 +1367,37 @@ class Demo:
             verify_lag=self.args.verify_lag,
         )
 
-    def generate(self, name: str, ids: list[int]) -> Generation:
-        """Run one generation and print it: the pipeline's text as it comes where somebody watches."""
-        generation = self.decoders[name].start(ids, self.args.max_new_tokens)
-        watched = self.terminal and name == "pipeline"
-        if watched:
-            self.stream(generation)
-        result = generation.finish()
-        print(paint(result_line(name, result, self.spec_layers), "bold"))
-        if not watched:
-            print(self.tokenizer.decode(result.tokens, skip_special_tokens=True))
-        if self.args.profile_timing and name == "pipeline":
-            print(time_table(result.timings, result.cycles))
-        return generation
+    def warm_up(self) -> None:
+        """A short unrecorded generation of each kind, so that no times have allocations and kernel choices in them."""
+        prompt = self.prompts[0][1][:WARMUP_PROMPT]
+        for decoder in self.decoders.values():
+            decoder.generate(prompt, min(self.args.max_new_tokens, WARMUP_CYCLES))
 
-    def stream(self, generation: Generation) -> None:
-        """Print verified text, accepted drafts in green and the target's corrections in yellow."""
+    def generate(self, name: str, ids: list[int]) -> Generation:
+        """Run one generation and print its text, which streams where somebody watches.
+
+        Accepted drafts are green, the target's corrections yellow, and what no head drafted has no colour.
+        """
+        print(paint(f"{name}:", "bold"))
+        generation = self.decoders[name].start(ids, self.args.max_new_tokens)
+        if not self.terminal:
+            print(self.tokenizer.decode(generation.finish().tokens, skip_special_tokens=True))
+            return generation
         text = TextStream(self.tokenizer)
         for event in generation:
-            print(paint(text.put(event.token), event.style), end="", flush=True)
-        print(paint(text.end(), event.style))
+            piece = text.put(event.token)
+            print(paint(piece, event.style) if name == "pipeline" else piece, end="", flush=True)
+        print(text.end())
+        return generation
+
+    def print_speeds(self, results: Mapping[str, GenerationResult]) -> None:
+        """The speed-up that the pipeline stands for, and then what each generation did."""
+        if "pipeline" in results and results["pipeline"].cycles and results["standard"].cycles:
+            print(paint(speedup_line(results["standard"], results["pipeline"]), "bold"))
+        for name, result in results.items():
+            print(result_line(name, result, self.spec_layers))
+        if self.args.profile_timing:
+            print(time_table(results["pipeline"].timings, results["pipeline"].cycles))
 
     def print_comparison(self, prompt: list[int], standard: GenerationResult, result: GenerationResult) -> bool:
         """Say whether the ids are equal. Returns True for a difference that must not be (float32, verified)."""
@@ -1428,6 +1453,13 @@ def result_line(name: str, result: GenerationResult, num_spec_layers: int) -> st
         f"L_acc {result.equivalent_accept_length:.2f}, "
         f"theoretical speed-up {result.theoretical_speedup(num_spec_layers):.2f}x"
     )
+
+
+def speedup_line(standard: GenerationResult, result: GenerationResult) -> str:
+    """Both speeds of the pipeline over the measured speed of the target alone."""
+    alone = standard.tokens_per_second
+    ideal, measured = result.ideal_tokens_per_second / alone, result.tokens_per_second / alone
+    return f"[speed-up] {ideal:.2f}x ideal, with a device per stage; {measured:.2f}x measured, in this one process"
 
 
 @torch.inference_mode()

@@ -19,7 +19,7 @@ import pipeline_inference
 import timeline
 from benchmarks import colocated_speed
 from distributed_inference import eval_mp_pipeline_dataset, example_mp_pipeline_generate
-from pipeline_inference import PROMPTS, Demo, Verdict, build_parser, encode_prompt, main, unused_settings
+from pipeline_inference import PROMPTS, Decoder, Demo, Verdict, build_parser, encode_prompt, main, unused_settings
 from pipeline_model import CHECKPOINT_NAME, Target, load_head, save_head
 from planning import plan_stages
 from script_utils import Parser, atomic_open, first_line, quiet_libraries, run_script
@@ -113,6 +113,35 @@ def test_both_generations_are_shown(files, capsys, flags):
     assert out.count(text) == 2
     assert "[compare] ids are equal (12 tokens)" in out
     assert "\033" not in out
+
+
+def test_the_ideal_speedup_comes_first_and_is_that_of_the_timers(files, capsys, monkeypatch):
+    """Guards against a first figure that only says that one process is slow, and an ideal that is not of this run."""
+    shown = {}
+    print_speeds = Demo.print_speeds
+    monkeypatch.setattr(
+        Demo, "print_speeds", lambda demo, results: (shown.update(results), print_speeds(demo, results))
+    )
+    _, out = run(capsys, files)
+    standard, pipeline = (shown[name].timings for name in ("standard", "pipeline"))
+    assert shown["standard"].new_tokens == shown["pipeline"].new_tokens  # so that the ratio is one of seconds
+    ideal, measured = standard.decode / pipeline.ideal_decode, standard.decode / pipeline.decode
+    line = f"[speed-up] {ideal:.2f}x ideal, with a device per stage; {measured:.2f}x measured, in this one process"
+    assert out.index("[note] All 2 stages run in this one process") < out.index("Prompt 1/1") < out.index(line)
+    assert out.index(line) < out.index("[standard]")
+    assert pipeline.ideal_decode < pipeline.decode
+
+
+def test_both_generations_are_warmed_up(files, capsys, monkeypatch):
+    """Guards against a baseline that pays for the first allocations, and a speed-up that it flatters."""
+    begun = []
+    start = Decoder.start
+    monkeypatch.setattr(Decoder, "start", lambda self, *args: (begun.append((self, args[1])), start(self, *args))[1])
+    run(capsys, files)
+    decoders = [decoder for decoder, _ in begun]
+    assert len(set(map(id, decoders))) == 2
+    assert decoders[:2] == decoders[2:]
+    assert [limit for _, limit in begun] == [12, 12, 12, 12]
 
 
 @pytest.mark.parametrize(("flags", "expected"), [([], True), (["--no-use_deepest"], False), (["--use_deepest"], True)])

@@ -46,21 +46,22 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from decoding.compiled import compiled_logits
 from decoding.metrics import accept_length, alpha, cycles_a_step, spd_costs, theoretical_speedup
+from decoding.nodes import HostCopies, NodeBoard
 from decoding.stage import partition
 from loading.chat_template import RAW_TEMPLATE, add_template_flags, check_template_flags, template_of, use_template
+from loading.target_config import default_target_path, load_target_config
 from loading.target_files import QUANTIZATIONS, check_attention_kernels, check_compiled
 from pipeline_model import (
     ATTN_IMPLEMENTATIONS,
     CachePlan,
     HeadCache,
-    HostCopies,
     NodeBatch,
-    NodeBoard,
     NodeRow,
     SpeculationHead,
     Target,
-    find_target,
+    read_checkpoint,
     read_head,
 )
 from script_utils import (
@@ -426,7 +427,7 @@ class LocalExecutor:
         for stage in self.stages:
             stage.start(plan, root, self.anchors)
         if self._compiled:
-            self._logits = self.target.compiled_logits
+            self._logits = compiled_logits(self.target)
         tokens = torch.tensor(prompt, device=self.device)
         features = []
         for start in range(0, len(prompt), self.PREFILL_CHUNK):
@@ -1235,6 +1236,25 @@ def add_decoding_arguments(parser: Parser, nargs: int | str | None = None) -> ar
     spd.add_argument("--verify", action=Switch, default=True, help="off: accept every draft (debugging)")
     spd.add_argument("--use_deepest", action=Switch, help="as the head was trained, unless set")
     return spd
+
+
+def find_target(
+    path: str | None, checkpoint: str | None, trust_remote_code: bool = False
+) -> tuple[str, PreTrainedConfig]:
+    """Where the target is, and its configuration: at `path`, or else where the head's checkpoint says.
+
+    ValueError, which names the checkpoint where that was asked, as `default_target_path` and `load_target_config`.
+    """
+    if path:
+        return path, load_target_config(path, trust_remote_code)
+    if not checkpoint:
+        raise ValueError("--base_model_path is missing: without --spec_head_ckpt, nothing else names the target")
+    config, _ = read_checkpoint(checkpoint, mapped=True)
+    try:
+        path = default_target_path(config.base_model_path)
+        return path, load_target_config(path, trust_remote_code)
+    except ValueError as error:
+        raise ValueError(f"--base_model_path is missing, and {str(checkpoint)!r} does not help: {error}") from None
 
 
 def build_parser() -> Parser:

@@ -2,8 +2,9 @@
 
 The target model is cut into n stages, so that n tokens of one sequence are in flight at different depths. A small
 speculation head reads the hidden states that the stages have already computed and drafts the next token while the
-stages run. Top to bottom: checkpoint configuration, the pure functions of depth and type, tree nodes and caches, the
-partitioned target, the speculation head, checkpoint files. The decode loop is in pipeline_inference.py.
+stages run. Top to bottom: the pure functions of depth and type, the head's configuration, tree nodes and caches, the
+partitioned target, the speculation head, checkpoint files. What a configuration or a file may hold is checked in
+loading/; what runs the stages is in decoding/, and the decode loop in pipeline_inference.py.
 
 Symbols, here and everywhere else in the repository:
 
@@ -24,25 +25,14 @@ The staircase, for n = 4 and a full pipeline, one column a token (10 is the newe
 
 from __future__ import annotations
 
-import copy
-import pickle
-import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cache, cached_property, partial
-from itertools import chain, pairwise
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id
 from torch import Tensor, nn
-from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
-from torch.func import functional_call
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedConfig, PreTrainedModel, Qwen3Config
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -52,24 +42,37 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer
 
+from loading.checkpoint_files import checkpoint_file, read_payload
+from loading.head_values import (
+    anchor_list,
+    draft_ids,
+    integer,
+    integers,
+    parse_stage_layers,
+    shallow_lists,
+    trained_stages,
+    written_out,
+)
+from loading.target_config import (
+    FULL,
+    LINEAR,
+    SLIDING,
+    check_supported,
+    head_dim,
+    is_linear_attention,
+    layer_types,
+    load_target_config,
+)
 from loading.target_files import (
     bitsandbytes_config,
     causal_class,
     check_attention_kernels,
-    check_quantization,
     check_target_weights,
     load_weights,
-    read_text_config,
 )
-from script_utils import atomic_open, first_line, listed
+from script_utils import atomic_open, listed
 
-CHECKPOINT_NAME = "speculation_head_final.pt"
-SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "qwen3_5_text", "qwen3_5_moe_text")
-# Families with sliding attention windows: `layer_types` says which layers have one, or all do.
-WINDOWS_BY_LAYER, WINDOWS_EVERYWHERE = ("qwen2", "qwen3"), ("mistral", "qwen3_moe")
 ATTN_IMPLEMENTATIONS = ("sdpa", "eager", "flash_attention_2")
-# Rotary embeddings whose frequencies depend on the running length cannot be tabulated once per position.
-STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -172,7 +175,7 @@ def staircase_plan(
     d only F - d tokens are still in flight. `exact_fill` trains on that; the two differ for 1 < F < n.
     """
     types, depths = depth_types(anchors, stage_sizes), representative_depths(anchors, stage_sizes)
-    fill = len(stage_sizes) if fill is None else _integer("fill", fill, 1, len(stage_sizes))
+    fill = len(stage_sizes) if fill is None else integer("fill", fill, 1, len(stage_sizes))
     plan: dict[int, tuple[int, ...]] = {}
     wanted = [0, types[-1]]
     while wanted:
@@ -187,89 +190,6 @@ def staircase_plan(
 # ---------------------------------------------------------------------------------------------------------------------
 # Configuration of a speculation head, as its checkpoint stores it
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-def _integer(name: str, value: Any, low: int, high: int | None = None) -> int:
-    """`value` as an int in [low, high]; ValueError names the field, the value and the bound."""
-    bound = f">= {low}" if high is None else f"in {low} .. {high}"
-    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
-        raise ValueError(f"{name} is {value!r}: it must be an integer {bound}")
-    return value
-
-
-def _integers(name: str, value: Any, low: int) -> tuple[int, ...]:
-    """`value` as a list of integers >= low; ValueError names the field and the value."""
-    if isinstance(value, Tensor):
-        value = value.tolist()
-    if not isinstance(value, (list, tuple)) or not value:
-        raise ValueError(f"{name} is {value!r}: it must be a list of integers")
-    return tuple(_integer(f"an entry of {name}", item, low) for item in value)
-
-
-def _written_out(value: Any) -> Any:
-    """The list that a text like "4;6;6;4" or "4,6,6,4" stands for; anything else as it is."""
-    if isinstance(value, str) and re.fullmatch(r"\s*\d+(\s*[;,]\s*\d+)*\s*", value):
-        return [int(item) for item in re.split("[;,]", value)]
-    return value
-
-
-def parse_stage_layers(value: str | Sequence[int] | None) -> tuple[int, ...] | None:
-    """`stage_layers` as layer counts, from "a;b;c" (commas work too) or a list; None and "" mean an even split."""
-    if value is None or value in ("", [], ()):
-        return None
-    value = _written_out(value)
-    if isinstance(value, str):
-        raise ValueError(f'stage_layers is {value!r}: write one layer count a stage, as in "4;6;6;4"')
-    return _integers("stage_layers", value, 0)
-
-
-def _anchor_list(value: Any) -> tuple[int, ...]:
-    anchors = _integers("aggr_feature_bound", value, 0)
-    if anchors[0] != 0 or any(a >= b for a, b in pairwise(anchors)):
-        raise ValueError(f"aggr_feature_bound is {list(anchors)}: it must start with 0 and rise strictly")
-    return anchors
-
-
-def parse_shallow_layers(value: str) -> tuple[tuple[int, ...], ...]:
-    """`shallow_hidden_layer_indices` from a text: "0,1,2;0,2" are the lists of g_2 and g_1."""
-    if not re.fullmatch(r"\s*\d+(\s*[;,]\s*\d+)*\s*", value):
-        raise ValueError(
-            f'shallow_hidden_layer_indices is {value!r}: write a list of layers a stage, g_n first, as in "0,1,2;0,2"'
-        )
-    return tuple(tuple(map(int, item.split(","))) for item in value.split(";"))
-
-
-def _shallow_lists(value: Any, num_stages: int) -> tuple[tuple[int, ...], ...]:
-    if not isinstance(value, (list, tuple)) or len(value) != num_stages:
-        raise ValueError(f"shallow_hidden_layer_indices is {value!r}: it must hold num_stages, {num_stages}, lists")
-    return tuple(_integers("an entry of shallow_hidden_layer_indices", item, 0) for item in value)
-
-
-def _draft_ids(value: Any, vocab_size: int, draft_vocab_size: int) -> tuple[int, ...] | None:
-    if value is None:
-        if draft_vocab_size != vocab_size:
-            raise ValueError(
-                f"draft_vocab_size is {draft_vocab_size} and vocab_size {vocab_size}, but draft_token_ids is missing: "
-                "a reduced vocabulary needs the list of its token ids"
-            )
-        return None
-    ids = _integers("draft_token_ids", value, 0)
-    if len(ids) != draft_vocab_size:
-        raise ValueError(f"draft_token_ids has {len(ids)} entries, but draft_vocab_size is {draft_vocab_size}")
-    if any(a >= b for a, b in pairwise(ids)):
-        raise ValueError("draft_token_ids must rise strictly")
-    if ids[-1] >= vocab_size:
-        raise ValueError(f"draft_token_ids runs from {ids[0]} to {ids[-1]}, outside 0 .. {vocab_size - 1}")
-    return ids
-
-
-def _trained_stages(value: Any, num_stages: int) -> tuple[int, ...] | None:
-    if value is None:
-        return None
-    stages = _integers("trained_num_stages", value, 1)
-    if max(stages) != num_stages:
-        raise ValueError(f"trained_num_stages is {list(stages)}: its largest entry must be num_stages, {num_stages}")
-    return stages
 
 
 @dataclass(frozen=True)
@@ -322,13 +242,13 @@ class HeadConfig:
         if missing:
             raise ValueError(f"the checkpoint's config lacks {', '.join(missing)}")
 
-        vocab_size = _integer("vocab_size", raw["vocab_size"], 1)
-        draft_vocab_size = _integer("draft_vocab_size", raw.get("draft_vocab_size", vocab_size), 1, vocab_size)
-        num_stages = _integer("num_stages", raw["num_stages"], 1)
+        vocab_size = integer("vocab_size", raw["vocab_size"], 1)
+        draft_vocab_size = integer("draft_vocab_size", raw.get("draft_vocab_size", vocab_size), 1, vocab_size)
+        num_stages = integer("num_stages", raw["num_stages"], 1)
         stage_layers = parse_stage_layers(raw.get("stage_layers"))
         anchors = shallow_layers = None
         if version == 10:
-            shallow_layers = _shallow_lists(raw["shallow_hidden_layer_indices"], num_stages)
+            shallow_layers = shallow_lists(raw["shallow_hidden_layer_indices"], num_stages)
             for name in ("stage_layers", "trained_num_stages"):
                 if raw.get(name):
                     raise ValueError(
@@ -336,7 +256,7 @@ class HeadConfig:
                         "use version 11"
                     )
         else:
-            anchors = _anchor_list(raw["aggr_feature_bound"])
+            anchors = anchor_list(raw["aggr_feature_bound"])
             if raw.get("num_aggr_types", len(anchors)) != len(anchors):
                 listed = f"aggr_feature_bound lists {len(anchors)}"
                 raise ValueError(f"num_aggr_types is {raw['num_aggr_types']}, but {listed}")
@@ -344,27 +264,27 @@ class HeadConfig:
             raise ValueError("checkpoint version is 12, but stage_layers is missing")
         base_layers = raw.get("spec_init_from_base_layers")
         if base_layers is not None:
-            base_layers = _integers("spec_init_from_base_layers", _written_out(base_layers), 0)
+            base_layers = integers("spec_init_from_base_layers", written_out(base_layers), 0)
         first_layer = raw.get("spec_init_first_layer")
         if first_layer is not None:
-            first_layer = _integer("spec_init_first_layer", first_layer, 0, 1)
+            first_layer = integer("spec_init_first_layer", first_layer, 0, 1)
         return cls(
-            hidden_size=_integer("hidden_size", raw["hidden_size"], 1),
+            hidden_size=integer("hidden_size", raw["hidden_size"], 1),
             vocab_size=vocab_size,
             num_stages=num_stages,
-            num_spec_layers=_integer("num_spec_layers", raw["num_spec_layers"], 1),
+            num_spec_layers=integer("num_spec_layers", raw["num_spec_layers"], 1),
             aggr_feature_bound=anchors,
             draft_vocab_size=draft_vocab_size,
-            draft_token_ids=_draft_ids(raw.get("draft_token_ids"), vocab_size, draft_vocab_size),
+            draft_token_ids=draft_ids(raw.get("draft_token_ids"), vocab_size, draft_vocab_size),
             trained_with_use_deepest=bool(raw.get("trained_with_use_deepest", False)),
             shallow_hidden_layer_indices=shallow_layers,
             stage_layers=stage_layers,
-            spec_intermediate_size_fallback=_integer(
+            spec_intermediate_size_fallback=integer(
                 "spec_intermediate_size_fallback", raw.get("spec_intermediate_size_fallback", 9216), 1
             ),
             spec_init_from_base_layers=base_layers,
             spec_init_first_layer=first_layer,
-            trained_num_stages=_trained_stages(raw.get("trained_num_stages"), num_stages),
+            trained_num_stages=trained_stages(raw.get("trained_num_stages"), num_stages),
             base_model_path=str(raw.get("base_model_path", "")),
             model_type=raw.get("model_type"),
         )
@@ -512,82 +432,6 @@ class CachePlan(NamedTuple):
         return self._replace(
             slots=-(-self.slots // SLOT_STEP) * SLOT_STEP, nodes=-(-self.nodes // NODE_STEP) * NODE_STEP
         )
-
-
-class HostCopies:
-    """Brings integers to the device, each list in one copy that the host does not wait for.
-
-    On CUDA they leave from pinned memory. Lists as indices, and tensors that are made on the device from a list, would
-    do the same with a wait for the whole device.
-    """
-
-    RING = 4  # copies that may be under way
-
-    def __init__(self, device: torch.device):
-        self._device = device
-        self._buffers: list[tuple[Tensor, torch.cuda.Event] | None] = [None] * self.RING
-        self._next = 0
-
-    def copy(self, numbers: Sequence) -> Tensor:
-        """The numbers, int64, in new memory on the device."""
-        tensor = torch.from_numpy(np.array(numbers, dtype=np.int64))  # several times as fast as torch.tensor
-        return tensor if self._device.type != "cuda" else self._through_pinned(tensor)
-
-    def copy_each(self, lists: Iterable[Sequence[int]]) -> Sequence[Tensor]:
-        """Several lists, each as a tensor, in one copy; nothing is copied where there are none."""
-        lists = list(lists)
-        if not lists:
-            return ()
-        return self.copy(list(chain.from_iterable(lists))).split([len(numbers) for numbers in lists])
-
-    def _through_pinned(self, tensor: Tensor) -> Tensor:
-        place = self._next = (self._next + 1) % self.RING
-        if self._buffers[place] is not None:
-            self._buffers[place][1].synchronize()  # an earlier copy from this buffer: long done
-        if self._buffers[place] is None or self._buffers[place][0].numel() < tensor.numel():
-            size = max(256, 2 * tensor.numel())
-            self._buffers[place] = torch.empty(size, dtype=tensor.dtype, pin_memory=True), torch.cuda.Event()
-        buffer, copied = self._buffers[place]
-        on_device = buffer[: tensor.numel()].copy_(tensor.flatten()).to(self._device, non_blocking=True)
-        copied.record()
-        return on_device.view(tensor.shape)
-
-
-class NodeBoard:
-    """Brings nodes to the device, one copy per batch; for a tree it also says which KV slots each node sees."""
-
-    def __init__(self, device: torch.device, window: int | None = None):
-        """`window`: the target's sliding window, in tokens, if it has one."""
-        self._device, self._window, self._copies = device, window, HostCopies(device)
-        self._used = 0  # KV slots in use so far, from slot 0 up
-        self._visible: Tensor | None = None  # [nodes, slots] bool: row i is node i's own view; None in a chain
-        self._positions: Tensor  # [slots] of the token in each slot
-        self._range: Tensor  # [W] 0, 1, 2 ...
-
-    def start(self, plan: CachePlan, prompt_length: int, root: int) -> None:
-        """A generation begins: its prompt fills the first slots, `root` is the node id of its last token."""
-        self._visible, self._used = None, prompt_length
-        if plan.tree:
-            self._visible = torch.zeros(plan.nodes, plan.slots, dtype=torch.bool, device=self._device)
-            self._visible[root, :prompt_length] = True
-            self._positions = torch.arange(plan.slots, device=self._device)
-            self._range = torch.arange(plan.width, device=self._device)
-
-    def enter(self, position: int, rows: Sequence[NodeRow]) -> NodeBatch:
-        """The batch of some nodes at one position: each sees what its parent sees, and its own slot."""
-        batch = NodeBatch(position, tuple(row.id for row in rows), self._copies.copy(rows))
-        if self._visible is None:
-            return batch
-        self._used = max(self._used, *(row.slot + 1 for row in rows))
-        visible = self._visible[batch.parents]
-        visible[self._range[: len(rows)], batch.slots] = True
-        self._visible[batch.nodes] = visible
-        mask = visible[:, : self._used]
-        if self._window is None:
-            return batch._replace(mask=mask)
-        self._positions[batch.slots] = position
-        recent = self._positions[: self._used] >= oldest_seen(position, self._window)
-        return batch._replace(mask=mask, window_mask=mask & recent)
 
 
 class Place(NamedTuple):
@@ -749,27 +593,6 @@ def _linear_states(
     )
 
 
-def head_dim(config: PreTrainedConfig) -> int:
-    """Width of one attention head. Qwen2's configuration does not list it."""
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-
-
-FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
-
-
-def layer_types(config: PreTrainedConfig) -> tuple[str, ...]:
-    """The attention of each target layer: FULL, SLIDING (over `config.sliding_window` tokens) or Qwen3.5's LINEAR."""
-    listed = getattr(config, "layer_types", None)
-    if listed is not None:
-        return tuple(listed)
-    return (FULL if getattr(config, "sliding_window", None) is None else SLIDING,) * config.num_hidden_layers
-
-
-def is_linear_attention(config: PreTrainedConfig, layer: int) -> bool:
-    """Whether a target layer (0-based) is Qwen3.5's linear attention."""
-    return layer_types(config)[layer] == LINEAR
-
-
 def oldest_seen(position: int, window: int) -> int:
     """The oldest position that a token sees through a sliding window of `window` tokens, itself among them."""
     return max(0, position - window + 1)
@@ -918,7 +741,6 @@ class Target:
         self.lm_head: nn.Linear = model.lm_head
         self._rotary: nn.Module = model.model.rotary_emb
         self._rope: tuple[Tensor, Tensor] | None = None
-        self._compiled_layers: dict[tuple, Callable[..., Tensor]] = {}  # by kind of layer
 
     @classmethod
     def load(
@@ -1023,43 +845,6 @@ class Target:
                 captured[index + 1] = hidden
         return hidden, captured
 
-    def compiled_layer(self, index: int) -> Callable[..., Tensor]:
-        """The forward of a layer (0-based), compiled with its weights as arguments: one for all layers of its kind.
-
-        (weights, hidden [W, 1, H], rope, mask, the layer's two memory tensors, nodes, parents, slots, [W] each) -> the
-        layer's output. Compiled anew for other shapes only; what cannot be compiled is an error, never run otherwise.
-        """
-        layer = self.layers[index]
-        shapes = tuple((name, weight.shape) for name, weight in layer.named_parameters())
-        kind = self.layer_types[index], shapes
-        if kind not in self._compiled_layers:
-            memory_class = LinearMemory if self.layer_types[index] == LINEAR else KVMemory
-            allow_shapes()
-            compiled = torch.compile(partial(_run_layer, _empty(layer), memory_class), dynamic=False, fullgraph=True)
-            self._compiled_layers[kind] = compiled
-        return self._compiled_layers[kind]
-
-    @cached_property
-    def compiled_logits(self) -> Callable[[Tensor], Tensor]:
-        """`logits` of one h_L [H], compiled. NotCompiled as `StaticForward`."""
-        last = nn.Sequential(self.norm, self.lm_head)
-        run = torch.compile(partial(functional_call, _empty(last)), dynamic=False, fullgraph=True)
-        weights = dict(last.named_parameters())
-        with self.compiling():
-            run(weights, (self.norm.weight.new_zeros(self.config.hidden_size),))
-        return lambda hidden: run(weights, (hidden,))
-
-    @contextmanager
-    def compiling(self) -> Iterator[None]:
-        """Around a first run: NotCompiled where something cannot be compiled."""
-        try:
-            yield
-        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
-            raise NotCompiled(
-                f"the layers of model type {self.config.model_type!r} cannot be compiled here "
-                f"({first_line(error)}): leave --compile out"
-            ) from None
-
     def attention_masks(self, masks: Masks, dtype: torch.dtype) -> Masks:
         """Bool masks as this target's attention takes them."""
         if not self.needs_float_mask:
@@ -1084,142 +869,6 @@ class Target:
     def needs_float_mask(self) -> bool:
         """Whether attention takes additive masks, and no mask means no causality either."""
         return self.config._attn_implementation == "eager"
-
-
-MOST_SHAPES = 1024  # of one compiled function in one process
-
-
-def allow_shapes() -> None:
-    """Let a function be compiled for so many shapes: behind torch's own limits it would run uncompiled, or fail."""
-    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = MOST_SHAPES
-
-
-def _empty(layer: nn.Module) -> nn.Module:
-    """A copy without weights: with those of one layer, what is compiled would be for that one alone."""
-    weights = {id(weight): nn.Parameter(weight.to("meta"), requires_grad=False) for weight in layer.parameters()}
-    empty = copy.deepcopy(layer, weights)
-    for module in empty.modules():
-        if type(module) is nn.Linear:
-            module.__class__ = _StreamedLinear
-    return empty
-
-
-class _StreamedLinear(nn.Linear):
-    """A linear layer to be compiled: on a CPU, a single row's product is a sum along each row of the weights.
-
-    Compiled, such a sum reads the weights as fast as the memory gives them; the library's product of a row and a matrix
-    takes up to twice as long.
-    """
-
-    def forward(self, input: Tensor) -> Tensor:
-        if input.device.type != "cpu" or input.shape[:-1].numel() > 1:
-            return super().forward(input)
-        output = (self.weight.float() * input.float().view(-1)).sum(dim=-1)
-        if self.bias is not None:
-            output = output + self.bias
-        return output.to(input.dtype).view(*input.shape[:-1], -1)
-
-
-def _run_layer(template, memory_class, weights, hidden, rope, mask, first, second, nodes, parents, slots):
-    """A decoder layer with the weights of any layer of its kind: see `Target.compiled_layer`."""
-    memory = memory_class(first, second)
-    memory.place = Place(0, first.shape[2], slots, parents, nodes)
-    settings = {"attention_mask": mask, "position_embeddings": rope, "cache": memory}
-    return functional_call(template, weights, (hidden,), settings, strict=True)
-
-
-def default_target_path(config: HeadConfig, path: str | None) -> str:
-    """Where a head's target is: `path`, what the user gave, or else what the head's checkpoint names.
-
-    ValueError, to be completed with --base_model_path, when the checkpoint names none, or a folder that is not here.
-    """
-    if path:
-        return path
-    stored = config.base_model_path
-    if not stored:
-        raise ValueError("the head's checkpoint does not name its target: give --base_model_path")
-    if not Path(stored).is_dir():
-        try:
-            validate_repo_id(stored)
-        except HFValidationError:
-            raise ValueError(
-                f"the head was trained on {stored!r}, a folder that is not on this machine: give --base_model_path"
-            ) from None
-    return stored
-
-
-def find_target(
-    path: str | None, checkpoint: str | None, trust_remote_code: bool = False
-) -> tuple[str, PreTrainedConfig]:
-    """Where the target is, and its configuration: at `path`, or else where the head's checkpoint says.
-
-    ValueError, which names the checkpoint where that was asked, as `default_target_path` and `load_target_config`.
-    """
-    if path:
-        return path, load_target_config(path, trust_remote_code)
-    if not checkpoint:
-        raise ValueError("--base_model_path is missing: without --spec_head_ckpt, nothing else names the target")
-    config, _ = read_checkpoint(checkpoint, mapped=True)
-    try:
-        path = default_target_path(config, None)
-        return path, load_target_config(path, trust_remote_code)
-    except ValueError as error:
-        raise ValueError(f"--base_model_path is missing, and {str(checkpoint)!r} does not help: {error}") from None
-
-
-def load_target_config(
-    path: str, trust_remote_code: bool = False, *, quantization: str | None = None, in_parts: bool = False
-) -> PreTrainedConfig:
-    """The (text) configuration of a local folder or a hub id, long before its weights.
-
-    ValueError for a folder without a model, and as `check_supported` and `check_quantization`.
-    """
-    config = read_text_config(path, trust_remote_code)
-    check_supported(config)
-    check_quantization(path, config, quantization, in_parts)
-    return config
-
-
-def check_supported(config: PreTrainedConfig) -> None:
-    """ValueError that names the model type, rotary embedding or sliding window which the stages cannot run."""
-    if config.model_type not in SUPPORTED_MODEL_TYPES:
-        raise ValueError(
-            f"model type {config.model_type!r} is not supported: the target must be one of "
-            f"{', '.join(SUPPORTED_MODEL_TYPES)}"
-        )
-    rope_type = config.rope_parameters["rope_type"]
-    if rope_type not in STATIC_ROPE_TYPES:
-        raise ValueError(f"rope_type {rope_type!r} is not supported: it must be one of {', '.join(STATIC_ROPE_TYPES)}")
-    check_layer_types(config)
-
-
-def check_layer_types(config: PreTrainedConfig) -> None:
-    """ValueError for attention layers that `transformers` does not run in this family, or not alike with its cache."""
-    family, types, window = config.model_type, set(layer_types(config)), getattr(config, "sliding_window", None)
-    if family in WINDOWS_EVERYWHERE:
-        allowed = {FULL if window is None else SLIDING}
-    elif family in WINDOWS_BY_LAYER:
-        allowed = {FULL, SLIDING}
-    else:
-        allowed = {FULL, LINEAR} if family.startswith("qwen3_5") else {FULL}
-    if not types <= allowed:
-        field = "layer_types" if getattr(config, "layer_types", None) else f"sliding_window {window}"
-        raise ValueError(
-            f"{field} makes layers of type {', '.join(sorted(types - allowed))}, but model type {family!r} "
-            f"{'with' if window else 'without'} sliding_window has {', '.join(sorted(allowed))} alone: "
-            "correct the target's config.json"
-        )
-    if SLIDING in types:
-        if window is None:
-            raise ValueError(
-                "layer_types lists sliding_attention, but use_sliding_window is false or sliding_window missing: "
-                "correct the target's config.json"
-            )
-        _integer("sliding_window", window, 1)
-
-
-class NotCompiled(ValueError):
-    """The target's layers cannot be compiled: there is no other way to run them then."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1447,7 +1096,7 @@ class FixedRowHead(SpeculationHead):
     ) -> dict[int, tuple[int, ...]]:
         """Type 0 and those it sees. The only queries are newest tokens: both ways to count a fill are the same."""
         deepest = len(stage_sizes)
-        fill = deepest if fill is None else _integer("fill", fill, 1, deepest)
+        fill = deepest if fill is None else integer("fill", fill, 1, deepest)
         seen = key_types(0, self.depth_types(stage_sizes), fill)
         return {0: seen} | dict.fromkeys((*seen[1:], deepest), ())
 
@@ -1482,7 +1131,7 @@ def check_base_layers(base_layers: Sequence[int], num_spec_layers: int, target_c
             "give one a speculation layer"
         )
     for number in base_layers:
-        _integer("an entry of spec_init_from_base_layers", number, 0, target_config.num_hidden_layers - 1)
+        integer("an entry of spec_init_from_base_layers", number, 0, target_config.num_hidden_layers - 1)
         if is_linear_attention(target_config, number):
             raise ValueError(f"target layer {number} is linear attention: start from a full-attention layer")
 
@@ -1523,36 +1172,6 @@ def save_head(head: SpeculationHead, path: str | Path) -> None:
         torch.save({"state_dict": state, "config": head.config.to_dict()}, file)
 
 
-HUB_FILE = re.compile(r"([\w.-]+/[\w.-]+)(?:@([^:]+))?:(.+)")  # owner/repo@revision:file
-
-
-def checkpoint_file(path: str | Path) -> Path:
-    """The file of a head checkpoint: itself, that of a folder, or one of the hub, which is downloaded once.
-
-    On the hub: owner/repo:file.pt, or owner/repo@revision:file.pt for a branch, tag or commit. ValueError, in one line,
-    for a file that the hub does not give.
-    """
-    local, hub_file = Path(path), HUB_FILE.fullmatch(str(path))
-    if local.is_dir():
-        return local / CHECKPOINT_NAME
-    if hub_file is None or local.exists():
-        return local
-    repository, revision, name = hub_file.groups()
-    try:
-        return _downloaded(repository, name, revision)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"no head checkpoint {str(path)!r} on the hub ({first_line(error)}): "
-            "give owner/repo:file.pt, with @branch behind repo for another branch than main, or a local file"
-        ) from None
-
-
-@cache
-def _downloaded(repository: str, name: str, revision: str | None) -> Path:
-    """A file of the hub. Asked for once a process: all who read it get the same one, and wait for the network once."""
-    return Path(hf_hub_download(repository, name, revision=revision))
-
-
 def read_checkpoint(
     path: str | Path, config_class: type[HeadConfig] = HeadConfig, *, mapped: bool = False
 ) -> tuple[HeadConfig, dict[str, Tensor]]:
@@ -1561,28 +1180,11 @@ def read_checkpoint(
     `mapped` leaves the weights on disk until they are used, for those who want the configuration alone. ValueError, in
     one line, for a missing, truncated or foreign file and for a wrong configuration, and as `checkpoint_file`.
     """
-    path = checkpoint_file(path)
+    raw, state = read_payload(path, mapped=mapped)
     try:
-        payload = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-    except FileNotFoundError:
-        raise ValueError(
-            f"no head checkpoint at {str(path)!r}: train one, give one of the hub (owner/repo:file.pt), or omit "
-            "--spec_head_ckpt"
-        ) from None
-    except pickle.UnpicklingError:
-        raise ValueError(
-            f"{str(path)!r} holds more than weights, or is damaged: only plain tensors and numbers are loaded"
-        ) from None
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
-        reason = first_line(error, most=120)
-        raise ValueError(f"{str(path)!r} is no readable head checkpoint ({reason}): copy it again") from None
-    entries = [payload.get(name) for name in ("state_dict", "config")] if isinstance(payload, dict) else [None]
-    if not all(isinstance(entry, Mapping) for entry in entries):
-        raise ValueError(f"{str(path)!r} is not a head checkpoint: it must hold mappings 'state_dict' and 'config'")
-    try:
-        return config_class.parse(payload["config"]), payload["state_dict"]
+        return config_class.parse(raw), state
     except ValueError as error:
-        raise ValueError(f"{str(path)!r}: {error}") from None
+        raise ValueError(f"{str(checkpoint_file(path))!r}: {error}") from None
 
 
 def load_head(path: str | Path, target: Target, config_class: type[HeadConfig] = HeadConfig) -> SpeculationHead:

@@ -43,11 +43,13 @@ from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from loading.chat_template import add_template_flags, check_template_flags, use_template
+from loading.checkpoint_files import CHECKPOINT_NAME
+from loading.head_values import parse_shallow_layers, parse_stage_layers
+from loading.target_config import load_target_config
 from loading.target_files import QUANTIZATIONS, check_attention_kernels, check_target_weights, quantization_of
 from pipeline_inference import Sampling, load_tokenizer
 from pipeline_model import (
     ATTN_IMPLEMENTATIONS,
-    CHECKPOINT_NAME,
     HeadConfig,
     SpeculationHead,
     Target,
@@ -55,10 +57,7 @@ from pipeline_model import (
     auto_shallow_layers,
     check_base_layers,
     check_weights,
-    load_target_config,
     new_head,
-    parse_shallow_layers,
-    parse_stage_layers,
     read_checkpoint,
     save_head,
     split_layers,

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig
 from transformers.generation import BaseStreamer
 
+from loading.target_config import is_linear_attention
 from pipeline_inference import GenerationResult, Sampling, check_length, check_limits, token_ids
-from pipeline_model import Target, is_linear_attention
+from pipeline_model import Target
 from timeline import Timings
 
 

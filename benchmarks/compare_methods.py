@@ -25,7 +25,8 @@ from baselines import train_baseline
 from benchmarks.comparison_report import PLOT, Results, plot, report
 from evaluation.files import read_summaries
 from evaluation.methods import METHODS
-from pipeline_model import CHECKPOINT_NAME, load_target_config
+from loading.checkpoint_files import CHECKPOINT_NAME
+from loading.target_config import load_target_config
 from script_utils import (
     Parser,
     atomic_open,

@@ -28,7 +28,7 @@ import socket
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from datetime import timedelta
 from itertools import pairwise
 from multiprocessing import get_context
@@ -83,10 +83,6 @@ class SleepingTarget:
 
     def embed(self, tokens: Tensor) -> Tensor:
         return torch.nn.functional.embedding(tokens, self._embedding)
-
-    def partition(self, stage_sizes: Sequence[int], *, compiled: bool = False) -> list[SleepingStage]:
-        anchors, bounds = auto_anchors(stage_sizes), pairwise(layers_available(stage_sizes))
-        return [SleepingStage(self._args, [b for b in anchors if lo < b <= hi]) for lo, hi in bounds]
 
     def logits(self, hidden: Tensor) -> Tensor:
         if self._seconds:
@@ -210,7 +206,10 @@ def over_ranks(args: argparse.Namespace, num_stages: int, lag: int) -> Cycles:
 def in_one_process(args: argparse.Namespace, num_stages: int, lag: int) -> Cycles:
     """The same generation, its stages one after the other."""
     sizes = (2,) * num_stages
-    executor = LocalExecutor(SleepingTarget(args), sizes, auto_anchors(sizes))
+    anchors = auto_anchors(sizes)
+    executor = LocalExecutor(SleepingTarget(args), sizes, anchors)
+    bounds = pairwise(layers_available(sizes))
+    executor.stages = [SleepingStage(args, [b for b in anchors if lo < b <= hi]) for lo, hi in bounds]
     decoder = Decoder(executor, SleepingDrafter(args, executor.anchors), verify_lag=lag)
     return timed_cycles(decoder.start(PROMPT, args.cycles + 4 * num_stages), args.cycles)
 

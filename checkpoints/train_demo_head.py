@@ -31,7 +31,8 @@ import make_prompts
 from matplotlib.figure import Figure
 
 import train
-from pipeline_model import CHECKPOINT_NAME, Target, load_head, save_head
+from loading.checkpoint_files import CHECKPOINT_NAME
+from pipeline_model import Target, load_head, save_head
 from script_utils import Parser, atomic_open, check_output_file, check_output_folder, quiet_libraries, run_script
 from training import generate_answers
 from training.run_state import LOG_NAME

@@ -9,15 +9,14 @@ from itertools import groupby, pairwise
 import torch
 from torch import Tensor
 
+from decoding.compiled import compiled_layer, compiling, layers_of
+from loading.target_config import LINEAR, SLIDING, is_linear_attention
 from pipeline_model import (
-    LINEAR,
-    SLIDING,
     CachePlan,
     Masks,
     NodeBatch,
     StageCache,
     Target,
-    is_linear_attention,
     layers_available,
 )
 
@@ -132,7 +131,7 @@ class StaticForward:
     def __init__(self, target: Target, layers: range, cache: StageCache, width: int, tree: bool):
         self._target, self._layers, self._cache, self._tree = target, layers, cache, tree
         self._runs = [  # of each layer: what runs it, and its weights
-            (target.compiled_layer(index), dict(target.layers[index].named_parameters())) for index in layers
+            (compiled_layer(target, index), dict(target.layers[index].named_parameters())) for index in layers
         ]
         device, slots = target.device, cache.plan.slots
         self._range, self._slots = (torch.arange(count, device=device) for count in (width, slots))
@@ -160,7 +159,7 @@ class StaticForward:
         self._masks.full[..., 0] = True  # no row without a key
         if self._target.window is not None:
             self._masks.window[..., 0] = True
-        with self._target.compiling():
+        with compiling(layers_of(self._target)):
             for _ in range(WARM_UP_RUNS):
                 self._forward()
         if self._target.device.type == "cuda":

@@ -24,6 +24,7 @@ import torch
 import transformers
 from transformers import PreTrainedConfig
 
+from decoding.compiled import NotCompiled
 from decoding.stage import Stage
 from distributed_inference.addresses import public_addresses
 from distributed_inference.connections import LostRank
@@ -42,6 +43,9 @@ from distributed_inference.startup import (
 from distributed_inference.watch import Verdict, Watch
 from evaluation.files import checkpoint_labels
 from evaluation.plan import target_of_heads
+from loading.checkpoint_files import checkpoint_file
+from loading.head_values import parse_stage_layers
+from loading.target_config import load_target_config
 from loading.target_files import check_compiled, check_target_weights, target_fingerprint, tokenizer_fingerprint
 from pipeline_inference import (
     Decoder,
@@ -58,14 +62,10 @@ from pipeline_inference import (
 from pipeline_model import (
     CachePlan,
     HeadConfig,
-    NotCompiled,
     SpeculationHead,
     StageCache,
     Target,
-    checkpoint_file,
     load_head,
-    load_target_config,
-    parse_stage_layers,
     read_head,
     split_layers,
 )

@@ -10,12 +10,13 @@ from datetime import timedelta
 import torch
 from torch import Tensor
 
+from decoding.nodes import NodeBoard
 from decoding.stage import Stage
 from distributed_inference.connections import Route
 from distributed_inference.layout import DRAFT_RANK, Layout
 from distributed_inference.links import Inbox, Link, Outbox, Wires
 from distributed_inference.messages import Batch, Kind, Start, header_size
-from pipeline_model import NodeBoard, Target
+from pipeline_model import Target
 from timeline import VERIFY, Span, Timeline, stage_row
 
 PREFILL_CHUNK = 512  # prompt tokens that travel together: small enough that the stages overlap

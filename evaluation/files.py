@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from evaluation.metrics import Row, check_row, row_key
-from pipeline_model import CHECKPOINT_NAME, checkpoint_file
+from loading.checkpoint_files import CHECKPOINT_NAME, checkpoint_file
 from script_utils import append_text, lock_file, write_json
 
 PREFIX = "pipeline_eval"  # of the files of eval.py
@@ -36,7 +36,12 @@ LONGEST_NAME = 240  # bytes of a file name: file systems take 255, and temporary
 # The code that makes tokens and times: rows of two versions of it are not mixed.
 DECODING_CODE = (
     "pipeline_model.py",
+    "loading/head_values.py",
+    "loading/checkpoint_files.py",
+    "loading/target_config.py",
     "loading/target_files.py",
+    "decoding/nodes.py",
+    "decoding/compiled.py",
     "decoding/stage.py",
     "pipeline_inference.py",
     "timeline.py",

@@ -34,16 +34,11 @@ from evaluation.methods import METHODS, Run
 from evaluation.prompts import Sample, choose_data_sets, encode_questions, read_questions
 from evaluation.workers import TargetOptions
 from loading.chat_template import check_template_flags, template_setting, use_template
+from loading.checkpoint_files import checkpoint_file
+from loading.target_config import default_target_path, load_target_config
 from loading.target_files import check_compiled, check_target_weights, target_fingerprint
 from pipeline_inference import Sampling, check_attention, check_limits, load_tokenizer
-from pipeline_model import (
-    HeadConfig,
-    checkpoint_file,
-    default_target_path,
-    load_target_config,
-    read_checkpoint,
-    read_head,
-)
+from pipeline_model import HeadConfig, read_checkpoint, read_head
 from script_utils import check_output_folder, resolve_dtype
 
 PLACEMENT = "all stages on one device"  # what the wall-clock times of this evaluation mean
@@ -129,7 +124,7 @@ def target_of_heads(paths: Sequence[str], config_class: type[HeadConfig] | None)
     for path in paths:
         config, _ = read_checkpoint(path, config_class, mapped=True)
         try:
-            target = default_target_path(config, None)
+            target = default_target_path(config.base_model_path)
         except ValueError as error:
             raise ValueError(f"{path!r}: {error}") from None
         targets.setdefault(target, path)

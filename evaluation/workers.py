@@ -15,11 +15,12 @@ from typing import Any
 import torch
 
 from baselines.prompt_lookup import PromptLookup
+from decoding.compiled import NotCompiled
 from evaluation.methods import Run, build_decoder
 from evaluation.metrics import Row, compare_with_baseline, failed_row, sample_row
 from evaluation.prompts import Sample
 from pipeline_inference import Decoder, Executor, LocalExecutor, logit_gap
-from pipeline_model import NotCompiled, Target
+from pipeline_model import Target
 from script_utils import quiet_libraries
 
 WARMUP_PROMPT = 32  # prompt tokens of the unrecorded generation before a decoder's first sample

@@ -25,8 +25,9 @@ from decoding.metrics import (
     spd_costs,
 )
 from evaluation.methods import METHODS, Run
+from loading.checkpoint_files import CHECKPOINT_NAME
 from pipeline_inference import Completed, Decoder, Logits, PromptOutput, Sampling
-from pipeline_model import CHECKPOINT_NAME, Target, load_head, save_head
+from pipeline_model import Target, load_head, save_head
 from script_utils import run_script
 from tests.test_eval import TEMPLATE, read_rows, rows_of, summary_of
 from tests.test_train import make_tokenizer, reply, train_tiny_target, write_language

@@ -19,8 +19,9 @@ import pipeline_inference
 import timeline
 from benchmarks import colocated_speed
 from distributed_inference import eval_mp_pipeline_dataset, example_mp_pipeline_generate
+from loading.checkpoint_files import CHECKPOINT_NAME
 from pipeline_inference import PROMPTS, Decoder, Demo, Verdict, build_parser, encode_prompt, main, unused_settings
-from pipeline_model import CHECKPOINT_NAME, Target, load_head, save_head
+from pipeline_model import Target, load_head, save_head
 from planning import plan_stages
 from script_utils import Parser, atomic_open, first_line, quiet_libraries, run_script
 from tests.tiny import CHAT_TEMPLATE, hf_greedy, save_target, spd_decoder, tiny_head, tiny_target

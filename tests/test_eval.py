@@ -26,8 +26,9 @@ from evaluation.metrics import METRICS, summarise
 from evaluation.plan import Planner, parse_devices
 from evaluation.prompts import Sample
 from evaluation.workers import Evaluator, sample_seed
+from loading.checkpoint_files import CHECKPOINT_NAME
 from pipeline_inference import Decoder, Sampling, Verdict
-from pipeline_model import CHECKPOINT_NAME, Target, load_head, save_head
+from pipeline_model import Target, load_head, save_head
 from script_utils import run_script
 from tests.tiny import CHAT_TEMPLATE, hf_greedy, save_target, spd_decoder, tiny_head, tiny_target
 

@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-import pipeline_model
 from evaluation.files import checkpoint_labels
+from loading import checkpoint_files
+from loading.checkpoint_files import checkpoint_file
 from pipeline_inference import build_parser, main
-from pipeline_model import Target, checkpoint_file, read_checkpoint, save_head
+from pipeline_model import Target, read_checkpoint, save_head
 from script_utils import run_script
 from tests.tiny import save_target, tiny_head
 
@@ -31,10 +32,10 @@ def hub(tmp_path, monkeypatch):
             raise LocalEntryNotFoundError("404: not there.\nA second line, about caches.")
         return str(file)
 
-    monkeypatch.setattr(pipeline_model, "hf_hub_download", download)
-    pipeline_model._downloaded.cache_clear()
+    monkeypatch.setattr(checkpoint_files, "hf_hub_download", download)
+    checkpoint_files._downloaded.cache_clear()
     yield asked
-    pipeline_model._downloaded.cache_clear()
+    checkpoint_files._downloaded.cache_clear()
 
 
 def test_a_head_of_the_hub_decodes(hub, capsys):

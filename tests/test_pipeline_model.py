@@ -13,9 +13,10 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import apply_rotary_pos_emb as
 
 import pipeline_model
 from decoding.stage import partition
+from loading.checkpoint_files import CHECKPOINT_NAME
+from loading.head_values import parse_stage_layers
 from pipeline_inference import Decoder, LocalExecutor, SPDDrafter
 from pipeline_model import (
-    CHECKPOINT_NAME,
     CachePlan,
     HeadCache,
     HeadConfig,
@@ -26,7 +27,6 @@ from pipeline_model import (
     grouped_attention,
     layers_available,
     load_head,
-    parse_stage_layers,
     read_checkpoint,
     representative_depths,
     rotate,

@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, set_seed
 
 import pipeline_inference
 import train
-from pipeline_model import CHECKPOINT_NAME, Target, load_head, read_checkpoint
+from loading.checkpoint_files import CHECKPOINT_NAME
+from pipeline_model import Target, load_head, read_checkpoint
 from tests.tiny import FAMILIES, VOCAB, spd_decoder, tiny_head, tiny_model, tiny_target
 from training import head_loss
 from training.conversations import PadCollator, load_conversations

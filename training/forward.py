@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from pipeline_model import SpeculationHead, Target, allow_shapes, grouped_attention
+from decoding.compiled import allow_shapes
+from pipeline_model import SpeculationHead, Target, grouped_attention
 from training.loss import KL, LossTerms, TrainingLoss, distillation_loss
 
 QUERY_CHUNK = 128  # positions whose queries share one gathered set of keys

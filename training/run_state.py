@@ -25,7 +25,8 @@ import torch
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 
-from pipeline_model import CHECKPOINT_NAME, SpeculationHead, save_head
+from loading.checkpoint_files import CHECKPOINT_NAME
+from pipeline_model import SpeculationHead, save_head
 from script_utils import append_text, atomic_open, first_line, shown
 
 STATE_NAME = "training.run_state.pt"

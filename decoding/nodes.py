@@ -1,0 +1,88 @@
+"""What the host tells the device in each cycle: the nodes that enter, and what each of them sees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import chain
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline_model import CachePlan, NodeBatch, NodeRow, oldest_seen
+
+
+class HostCopies:
+    """Brings integers to the device, each list in one copy that the host does not wait for.
+
+    On CUDA they leave from pinned memory. Lists as indices, and tensors that are made on the device from a list, would
+    do the same with a wait for the whole device.
+    """
+
+    RING = 4  # copies that may be under way
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._buffers: list[tuple[Tensor, torch.cuda.Event] | None] = [None] * self.RING
+        self._next = 0
+
+    def copy(self, numbers: Sequence) -> Tensor:
+        """The numbers, int64, in new memory on the device."""
+        tensor = torch.from_numpy(np.array(numbers, dtype=np.int64))  # several times as fast as torch.tensor
+        return tensor if self._device.type != "cuda" else self._through_pinned(tensor)
+
+    def copy_each(self, lists: Iterable[Sequence[int]]) -> Sequence[Tensor]:
+        """Several lists, each as a tensor, in one copy; nothing is copied where there are none."""
+        lists = list(lists)
+        if not lists:
+            return ()
+        return self.copy(list(chain.from_iterable(lists))).split([len(numbers) for numbers in lists])
+
+    def _through_pinned(self, tensor: Tensor) -> Tensor:
+        place = self._next = (self._next + 1) % self.RING
+        if self._buffers[place] is not None:
+            self._buffers[place][1].synchronize()  # an earlier copy from this buffer: long done
+        if self._buffers[place] is None or self._buffers[place][0].numel() < tensor.numel():
+            size = max(256, 2 * tensor.numel())
+            self._buffers[place] = torch.empty(size, dtype=tensor.dtype, pin_memory=True), torch.cuda.Event()
+        buffer, copied = self._buffers[place]
+        on_device = buffer[: tensor.numel()].copy_(tensor.flatten()).to(self._device, non_blocking=True)
+        copied.record()
+        return on_device.view(tensor.shape)
+
+
+class NodeBoard:
+    """Brings nodes to the device, one copy per batch; for a tree it also says which KV slots each node sees."""
+
+    def __init__(self, device: torch.device, window: int | None = None):
+        """`window`: the target's sliding window, in tokens, if it has one."""
+        self._device, self._window, self._copies = device, window, HostCopies(device)
+        self._used = 0  # KV slots in use so far, from slot 0 up
+        self._visible: Tensor | None = None  # [nodes, slots] bool: row i is node i's own view; None in a chain
+        self._positions: Tensor  # [slots] of the token in each slot
+        self._range: Tensor  # [W] 0, 1, 2 ...
+
+    def start(self, plan: CachePlan, prompt_length: int, root: int) -> None:
+        """A generation begins: its prompt fills the first slots, `root` is the node id of its last token."""
+        self._visible, self._used = None, prompt_length
+        if plan.tree:
+            self._visible = torch.zeros(plan.nodes, plan.slots, dtype=torch.bool, device=self._device)
+            self._visible[root, :prompt_length] = True
+            self._positions = torch.arange(plan.slots, device=self._device)
+            self._range = torch.arange(plan.width, device=self._device)
+
+    def enter(self, position: int, rows: Sequence[NodeRow]) -> NodeBatch:
+        """The batch of some nodes at one position: each sees what its parent sees, and its own slot."""
+        batch = NodeBatch(position, tuple(row.id for row in rows), self._copies.copy(rows))
+        if self._visible is None:
+            return batch
+        self._used = max(self._used, *(row.slot + 1 for row in rows))
+        visible = self._visible[batch.parents]
+        visible[self._range[: len(rows)], batch.slots] = True
+        self._visible[batch.nodes] = visible
+        mask = visible[:, : self._used]
+        if self._window is None:
+            return batch._replace(mask=mask)
+        self._positions[batch.slots] = position
+        recent = self._positions[: self._used] >= oldest_seen(position, self._window)
+        return batch._replace(mask=mask, window_mask=mask & recent)

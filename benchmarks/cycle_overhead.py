@@ -15,216 +15,75 @@ sleep for as long as the flags say; every draft is accepted, so that the pipelin
 
 With --single_process the same loop runs all stages in one process, one after the other, without messages: what the
 decode loop itself costs. Its ideal and its bound are n * stage + draft + verify.
+
+With --replay drafts are accepted and rejected as given, and the pipeline's speed stands beside that of autoregressive
+decoding (replay.py).
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import os
 import platform
-import socket
 import statistics
 import sys
-import time
-from collections.abc import Iterable
-from datetime import timedelta
 from itertools import pairwise
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from pathlib import Path
-from types import SimpleNamespace
-from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from distributed_inference.layout import DRAFT_RANK, Layout
-from distributed_inference.remote import Pipeline, RemoteExecutor
-from distributed_inference.stages import Setup, StageServer
-from distributed_inference.startup import Group
-from pipeline_inference import Decoder, Generation, LocalExecutor
-from pipeline_model import CachePlan, NodeBatch, auto_anchors, layers_available
+from benchmarks.replay import cases, replay_card, replay_row
+from benchmarks.sleeping_ranks import Sleeps, decode_in_one_process, decode_over_ranks
 from script_utils import Parser, git_commit, markdown_table, run_script
 
-VOCAB = 1000
-TOKEN = 7  # what everybody drafts, and the target confirms
-PROMPT = [1, 2, 3]
-TIMEOUT = timedelta(seconds=60)
-PR_SET_TIMERSLACK = 29  # nanoseconds
+STAGES = [8]
+TIMES = {"stage_ms": 4.2, "draft_ms": 3.5, "verify_ms": 1.2}
 
 
 def build_parser() -> Parser:
     parser = Parser(description="Overhead of a distributed cycle; the last line of the output is one JSON object.")
-    parser.add_argument("--num_stages", type=int, nargs="+", default=[8], help="n; the JSON's main figures: the first")
-    parser.add_argument("--stage_ms", type=float, default=4.2, help="sleep of a stage forward")
-    parser.add_argument("--draft_ms", type=float, default=3.5, help="sleep of a head forward")
-    parser.add_argument("--verify_ms", type=float, default=1.2, help="sleep of a verification")
+    parser.add_argument(
+        "--num_stages", type=int, nargs="+", help="n; the JSON's main figures are the first one's; unset: 8"
+    )
+    for name, what in (("stage", "a stage forward"), ("draft", "a head forward"), ("verify", "a verification")):
+        parser.add_argument(f"--{name}_ms", type=float, help=f"sleep of {what}; unset: {TIMES[f'{name}_ms']}")
     parser.add_argument("--verify_lag", type=int, nargs="+", default=[0], choices=[0, 1], help="0, 1, or both")
     parser.add_argument("--single_process", action="store_true", help="all stages in one process: the loop alone")
     parser.add_argument("--hidden_size", type=int, default=2560, help="H, of the payloads (float32)")
     parser.add_argument("--cycles", type=int, default=300, help="timed cycles")
+    replay = parser.add_argument_group("replay")
+    replay.add_argument(
+        "--replay",
+        action="store_true",
+        help="given acceptance, beside autoregressive decoding; without the flags below: times and acceptance as the "
+        "paper's authors published them, n = 4 and 8",
+    )
+    replay.add_argument("--alpha", type=float, help="acceptance of every draft")
+    replay.add_argument("--alpha_by_fill", type=float, nargs="+", help="with 1 .. n tokens in flight")
+    replay.add_argument("--trace", metavar="FILE", help="as recorded: a raw/*__per_sample.jsonl of eval.py, W = 1")
+    replay.add_argument("--baseline_ms", type=float, help="per token of the target alone; unset: n * stage + verify")
+    replay.add_argument("--new_tokens", type=int, default=1000, help="tokens to decode, where there is no --trace")
     return parser
-
-
-class SleepingTarget:
-    """Stands for the target on every rank: hidden states are zeros, and logits take their time."""
-
-    device, window = torch.device("cpu"), None
-
-    def __init__(self, args: argparse.Namespace):
-        self.config = SimpleNamespace(hidden_size=args.hidden_size, vocab_size=VOCAB)
-        self._args, self._seconds = args, args.verify_ms / 1e3
-        self._embedding = torch.zeros(VOCAB, args.hidden_size)
-        self._logits = torch.nn.functional.one_hot(torch.tensor(TOKEN), VOCAB).float()
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        return torch.nn.functional.embedding(tokens, self._embedding)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        if self._seconds:
-            time.sleep(self._seconds)
-        return self._logits.expand(*hidden.shape[:-1], VOCAB)
-
-
-class SleepingStage:
-    """Stands for the layers of a stage: its output and its anchors are its input."""
-
-    def __init__(self, args: argparse.Namespace, anchors: Iterable[int] = ()):
-        self._seconds, self._anchors = args.stage_ms / 1e3, tuple(anchors)
-
-    def start(self, plan: CachePlan, root: int, anchors: Iterable[int] = ()) -> None:
-        pass
-
-    def prefill(self, hidden: Tensor, start: int) -> tuple[Tensor, dict[int, Tensor]]:
-        return hidden, dict.fromkeys(self._anchors, hidden)
-
-    def run(self, batch: NodeBatch, hidden: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
-        if self._seconds:
-            time.sleep(self._seconds)
-        return hidden, dict.fromkeys(self._anchors, hidden)
-
-
-class SleepingDrafter:
-    """Stands for the head: takes in every anchor, drafts the one token."""
-
-    draft_token_ids = None
-
-    def __init__(self, args: argparse.Namespace, anchors: tuple[int, ...]):
-        self._seconds, self._anchors = args.draft_ms / 1e3, anchors
-        self._logits = torch.nn.functional.one_hot(torch.tensor([TOKEN]), VOCAB).float()
-
-    def start(self, plan, features, path) -> None:
-        self._features = features.new_zeros(plan.nodes, *features.shape[1:]).unbind(1)
-
-    def enter(self, nodes, h0) -> None:
-        self._features[0][nodes[0].id] = h0[0]
-
-    def observe(self, captured) -> None:
-        for nodes, hidden in captured:
-            for anchor, states in hidden.items():
-                self._features[self._anchors.index(anchor)].index_copy_(0, nodes, states)
-
-    def draft(self, tree) -> Tensor:
-        if self._seconds:
-            time.sleep(self._seconds)
-        return self._logits
-
-
-def rank_main(args: argparse.Namespace, num_stages: int, lag: int, rank: int, port: int, results: Connection) -> None:
-    """One process: rank 0 decodes and sends the cycles' seconds, the others are stages."""
-    torch.set_num_threads(1)
-    exact_sleeps()
-    layout = Layout((2,) * num_stages)
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": layout.world_size, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
-    group = Group.of_process(TIMEOUT)
-    anchors = auto_anchors(layout.stage_sizes)
-    wires = group.wires(layout, torch.device("cpu"), torch.float32, "gloo")
-    setup = Setup(layout, rank, wires, 1, anchors, TIMEOUT, TIMEOUT, TIMEOUT)
-    target = SleepingTarget(args)
-    if rank == DRAFT_RANK:
-        pipeline = Pipeline(setup, target, None)
-        executor = RemoteExecutor(pipeline, anchors, verify_lag=lag)
-        decoder = Decoder(executor, SleepingDrafter(args, anchors), verify_lag=lag)
-        results.send(timed_cycles(decoder.start(PROMPT, args.cycles + 4 * num_stages), args.cycles))
-        pipeline.stop()
-    else:
-        stage = layout.stage_of(rank)
-        StageServer(setup, target, SleepingStage(args, setup.captured_by(stage, anchors))).serve()
-    group.barrier()
-
-
-def exact_sleeps() -> None:
-    """Linux lets a process oversleep by 50 us to save wake-ups: that would count as overhead, several times a cycle."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1)
-
-
-class Cycles(NamedTuple):
-    """What a generation's cycles took."""
-
-    seconds: list[float]  # of each timed one
-    host: float  # processor seconds of a cycle, of this process
-
-
-def timed_cycles(generation: Generation, count: int) -> Cycles:
-    """The last `count` cycles; the pipeline has been full for some time."""
-    begun = time.process_time()
-    result = generation.finish()
-    host = (time.process_time() - begun) / result.cycles
-    assert result.n_accepted == result.n_verified, "a draft was rejected: the pipeline was not full"
-    ends = generation.timeline.cycle_ends[-count - 1 :]
-    return Cycles([end - begin for begin, end in pairwise(ends)], host)
-
-
-def over_ranks(args: argparse.Namespace, num_stages: int, lag: int) -> Cycles:
-    """Start the processes, wait for the cycles."""
-    context = get_context("fork")  # nothing here has threads yet, and the imports are done
-    receiver, sender = context.Pipe(duplex=False)
-    port = free_port()
-    ranks = [
-        context.Process(target=rank_main, args=(args, num_stages, lag, rank, port, sender), daemon=True)
-        for rank in range(num_stages + 1)
-    ]
-    for process in ranks:
-        process.start()
-    sender.close()
-    try:
-        cycles = receiver.recv()
-        for process in ranks:
-            process.join()
-    finally:
-        for process in ranks:
-            process.kill()
-    return cycles
-
-
-def in_one_process(args: argparse.Namespace, num_stages: int, lag: int) -> Cycles:
-    """The same generation, its stages one after the other."""
-    sizes = (2,) * num_stages
-    anchors = auto_anchors(sizes)
-    executor = LocalExecutor(SleepingTarget(args), sizes, anchors)
-    bounds = pairwise(layers_available(sizes))
-    executor.stages = [SleepingStage(args, [b for b in anchors if lo < b <= hi]) for lo, hi in bounds]
-    decoder = Decoder(executor, SleepingDrafter(args, executor.anchors), verify_lag=lag)
-    return timed_cycles(decoder.start(PROMPT, args.cycles + 4 * num_stages), args.cycles)
 
 
 def row(args: argparse.Namespace, num_stages: int, lag: int) -> dict[str, float]:
     """The figures of one pipeline."""
     stage, draft, verify = args.stage_ms, args.draft_ms, args.verify_ms
+    sleeps = Sleeps(stage, draft, verify, args.hidden_size)
+    accepted = [True] * (args.cycles + 4 * num_stages - 1)
     if args.single_process:
-        cycles = in_one_process(args, num_stages, lag)
+        [decoded] = decode_in_one_process(sleeps, num_stages, lag, [accepted])
         ideal = bound = num_stages * stage + draft + verify
     else:
-        cycles = over_ranks(args, num_stages, lag)
+        [decoded] = decode_over_ranks(sleeps, num_stages, lag, [accepted])
         ideal = max(stage, draft, verify) if lag else max(stage, draft) + verify
         bound = ideal if lag else max(stage, draft + verify)
-    cycle = statistics.median(cycles.seconds) * 1e3
+    # The last cycles: the pipeline has been full for some time.
+    seconds = [end - begin for begin, end in pairwise(decoded.cycle_ends[-args.cycles - 1 :])]
+    cycle = statistics.median(seconds) * 1e3
     return {
         "num_stages": num_stages,
         "verify_lag": lag,
@@ -233,32 +92,63 @@ def row(args: argparse.Namespace, num_stages: int, lag: int) -> dict[str, float]
         "overhead_ms": round(cycle - ideal, 3),
         "efficiency": round(ideal / cycle, 4),
         "bound_ms": bound,
-        "mean_ms": round(statistics.mean(cycles.seconds) * 1e3, 3),
-        "p90_ms": round(statistics.quantiles(cycles.seconds, n=10)[-1] * 1e3, 3),
-        "host_ms": round(cycles.host * 1e3, 3),
+        "mean_ms": round(statistics.mean(seconds) * 1e3, 3),
+        "p90_ms": round(statistics.quantiles(seconds, n=10)[-1] * 1e3, 3),
+        "host_ms": round(decoded.host / decoded.result.cycles * 1e3, 3),
     }
 
 
-def free_port() -> int:
-    """A port that nobody uses at the moment."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
-
-
-def main(args: argparse.Namespace) -> None:
-    for name in ("stage_ms", "draft_ms", "verify_ms"):
+def check(args: argparse.Namespace) -> None:
+    """ValueError for flags that cannot be, or do not belong together."""
+    times = ("stage_ms", "draft_ms", "verify_ms", "baseline_ms")
+    given = [name for name in times if getattr(args, name) is not None]
+    for name in given:
         if not 0 <= getattr(args, name) < 1e4:
             raise ValueError(f"--{name} is {getattr(args, name)}: it must lie in 0 .. 10000")
-    if min(args.num_stages) < 1 or args.cycles < 2:
+    if min(args.num_stages or STAGES) < 1 or args.cycles < 2:
         raise ValueError(f"--num_stages is {args.num_stages} and --cycles {args.cycles}: at least 1 and 2 are needed")
+    if args.new_tokens < 1:
+        raise ValueError(f"--new_tokens is {args.new_tokens}: it must be at least 1")
+    acceptance = [name for name in ("alpha", "alpha_by_fill", "trace") if getattr(args, name) is not None]
+    if not args.replay and (acceptance or args.baseline_ms is not None):
+        raise ValueError(f"--{(*acceptance, 'baseline_ms')[0]} is about --replay: add it")
+    if args.replay and args.single_process:
+        raise ValueError("--replay is about processes, --single_process has one: drop one of the two")
+    if args.replay and given and not acceptance:
+        raise ValueError(
+            f"--{given[0]} with --replay needs the acceptance as well: --alpha, --alpha_by_fill or --trace; without "
+            "any of them, times and acceptance are the published ones"
+        )
+
+
+def print_machine() -> None:
+    print(f"machine   {platform.machine()}, {len(os.sched_getaffinity(0))} CPUs")
+    print(f"versions  torch {torch.__version__}, commit {git_commit()}\n")
+
+
+def overhead(args: argparse.Namespace) -> list[dict[str, float]]:
+    """A row a pipeline, without rejections; and the card."""
     print(f"sleeps    stage {args.stage_ms} ms, draft {args.draft_ms} ms, verify {args.verify_ms} ms")
     messages = "none, one process" if args.single_process else "TCP"
     print(f"messages  {messages}, H = {args.hidden_size}, float32, {args.cycles} cycles")
-    print(f"machine   {platform.machine()}, {len(os.sched_getaffinity(0))} CPUs")
-    print(f"versions  torch {torch.__version__}, commit {git_commit()}\n")
-    exact_sleeps()
-    rows = [row(args, num_stages, lag) for lag in args.verify_lag for num_stages in args.num_stages]
+    print_machine()
+    return [row(args, num_stages, lag) for lag in args.verify_lag for num_stages in args.num_stages]
+
+
+def replay(args: argparse.Namespace) -> list[dict[str, float]]:
+    """A row a pipeline, with the given acceptance; and the card."""
+    found = cases(args)
+    print(replay_card(found))
+    print_machine()
+    return [replay_row(case, lag) for case in found for lag in args.verify_lag]
+
+
+def main(args: argparse.Namespace) -> None:
+    check(args)
+    published = args.replay and (args.alpha, args.alpha_by_fill, args.trace) == (None, None, None)
+    unset = TIMES | ({} if published else {"num_stages": STAGES})
+    args = argparse.Namespace(**vars(args) | {name: value for name, value in unset.items() if vars(args)[name] is None})
+    rows = replay(args) if args.replay else overhead(args)
     print(markdown_table(rows[0], (row.values() for row in rows)))
     print(json.dumps(rows[0] | {"runs": rows}))
 

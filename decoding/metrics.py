@@ -78,6 +78,11 @@ def iid_accept_length(alpha: float, num_stages: int, factor: float | None = None
     return (num_stages if factor is None else factor) / (1 + (num_stages - 1) * (1 - alpha))
 
 
+def iid_alpha(accept_length: float, num_stages: int) -> float:
+    """The alpha from which `iid_accept_length` follows, for an even split."""
+    return 1 - (num_stages / accept_length - 1) / (num_stages - 1)
+
+
 def iid_chain_length(alpha: float, num_steps: int) -> float:
     """tau of a chain of drafts, likewise: the accepted ones up to the first rejection, and the target's own token."""
     return sum(alpha**step for step in range(num_steps + 1))

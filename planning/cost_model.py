@@ -218,9 +218,13 @@ class Trace(NamedTuple):
 
     accepted: tuple[bool, ...]  # a flag a token that the cycles produced
 
-    def cycles(self, num_stages: int) -> int:
-        """Cycles of a pipeline with n stages: n to the first verdict, then one behind an accepted draft, else n."""
-        return num_stages + sum(1 if flag else num_stages for flag in self.accepted[:-1])
+    def cycles(self, num_stages: int, verify_lag: int = 0) -> int:
+        """Cycles of a pipeline with n stages: n to the first verdict, then one after an accepted draft, else n again.
+
+        With verify_lag 1 it is n + 1 each time.
+        """
+        refill = num_stages + verify_lag
+        return refill + sum(1 if flag else refill for flag in self.accepted[:-1])
 
     def milliseconds(self, plan: Plan) -> float:
         return plan.refill + sum(plan.cycle if flag else plan.refill for flag in self.accepted[:-1])

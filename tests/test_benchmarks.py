@@ -7,12 +7,15 @@ import re
 import subprocess
 import sys
 from functools import partial
+from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from benchmarks import cycle_overhead, cycle_time, gpu_check, muon_step, train_throughput
+from benchmarks.replay import filled_trace, shuffled_trace
 from pipeline_inference import SPDDrafter
 from pipeline_model import SpeculationHead, Target, save_head
 from tests.ranks import CONTEXT
@@ -139,21 +142,93 @@ def test_the_loop_alone_is_measured_for_each_number_of_stages(capsys):
 
 def child(command, pipe):
     """In a process of its own: a benchmark's command line, and what it prints."""
+    script = import_module(f"benchmarks.{Path(command[1]).stem}")
     sys.argv, printed = command[1:], io.StringIO()
     with contextlib.redirect_stdout(printed):
-        train_throughput.main(train_throughput.build_parser().parse_args(sys.argv[1:]))
+        script.main(script.build_parser().parse_args(sys.argv[1:]))
     pipe.send(printed.getvalue())
 
 
 def run_forked(command, **_):
     """`subprocess.run` for a benchmark, without paying for its imports."""
     ours, theirs = CONTEXT.Pipe(duplex=False)
-    process = CONTEXT.Process(target=child, args=(command, theirs))
+    process = CONTEXT.Process(target=child, args=(list(map(str, command)), theirs))
     process.start()
     theirs.close()
     out = ours.recv()
     process.join()
     return subprocess.CompletedProcess(command, process.exitcode, out, "")
+
+
+def replayed(*flags):
+    """The rows of `cycle_overhead.py --replay`, and what it printed."""
+    done = run_forked([sys.executable, cycle_overhead.__file__, "--replay", *flags])
+    return json.loads(done.stdout.splitlines()[-1])["runs"], done.stdout
+
+
+def counted_cycles(flags, num_stages, lag):
+    """Cycles of a pipeline by moving tokens: every list entry is a token in flight and the cycles that it has gone."""
+    cycles, verified, in_flight = 0, 0, [0]
+    while verified < len(flags):
+        cycles += 1
+        in_flight = [passed + 1 for passed in in_flight] + [0]  # a draft enters in the next cycle
+        if in_flight[0] == num_stages + lag:
+            in_flight = in_flight[1:] if flags[verified] else [0]
+            verified += 1
+    return cycles
+
+
+@pytest.mark.alone
+def test_a_replay_takes_as_long_as_it_should():
+    """Guards against acceptance, cycles or waits of a replay that are others than the flags say."""
+    times = ["--stage_ms", 30, "--draft_ms", 10, "--verify_ms", 6, "--hidden_size", 32]
+    acceptance = ["--alpha_by_fill", 0.5, 0.9, "--new_tokens", 12]
+    runs, _ = replayed("--num_stages", 2, "--verify_lag", 0, 1, *times, *acceptance)
+    flags = filled_trace([0.5, 0.9], 12).accepted
+    assert 0 < sum(flags) < 12
+    for run in runs:
+        assert run["cycles"] == counted_cycles(flags, 2, run["verify_lag"])
+        assert run["accept_length"] == pytest.approx(2 * 12 / run["cycles"], abs=1e-4)
+        assert run["speedup"] == pytest.approx(run["predicted"], rel=0.1)
+        assert run["speedup"] == pytest.approx(run["tokens_per_second"] * (2 * 30 + 6) / 1e3, rel=1e-3)
+    # A refill waits for both stages and the verdict, an accepted draft for one stage; at lag 1 every cycle is a stage.
+    milliseconds = [66 * (12 - sum(flags[:-1])) + 33 * sum(flags[:-1]), 30 * runs[1]["cycles"]]
+    assert [run["predicted"] for run in runs] == [pytest.approx(66 * 12 / value, abs=1e-4) for value in milliseconds]
+
+
+def test_a_replay_of_the_published_figures():
+    """Guards against other acceptance than the published L_acc has, and a card that does not say what is emulated."""
+    runs, out = replayed("--new_tokens", 20, "--num_stages", 4, "--hidden_size", 32)
+    [run] = runs
+    assert run["published"] == 2.27
+    assert run["alpha"] == round(20 * (1 - (4 / 2.64 - 1) / 3)) / 20
+    assert [line.split()[0] for line in out.splitlines()[:5]] == ["real", "emulated", "token", "baseline", "n"]
+    assert "stage 7.9 ms, head 4.2 ms, verification 4 ms; baseline 28.4 ms per token" in out
+
+
+def test_flags_by_fill_follow_the_fill():
+    """Guards against a draft that is accepted as one made with fewer or more tokens in flight."""
+    assert filled_trace([1, 0, 1], 6).accepted == (True, False) * 3
+    assert filled_trace([1, 1, 0], 6).accepted == (True, True, False) * 2
+    assert sum(shuffled_trace(0.3, 50).accepted) == 15
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--alpha", "0.5"], "--alpha is about --replay"),
+        (["--replay", "--stage_ms", "3"], "--stage_ms with --replay needs the acceptance as well"),
+        (["--replay", "--num_stages", "5"], "published for 4, 8"),
+        (["--replay", "--alpha", "2"], "an acceptance of 2.0 was given"),
+        (["--replay", "--alpha_by_fill", "0.5"], "--alpha_by_fill has 1 values, but n is 8"),
+        (["--replay", "--alpha", "0.5", "--trace", "x"], "--alpha and --trace both give the acceptance"),
+        (["--replay", "--single_process"], "drop one of the two"),
+    ],
+)
+def test_replays_that_cannot_be_are_refused(flags, message):
+    """Guards against flags that are left out of account, or a traceback."""
+    with pytest.raises(ValueError, match=re.escape(message)):
+        cycle_overhead.main(cycle_overhead.build_parser().parse_args(flags))
 
 
 def test_train_throughput_reports_what_it_measured(folder, capsys, monkeypatch):

@@ -57,6 +57,7 @@ from pipeline_model import (
     auto_shallow_layers,
     check_base_layers,
     check_weights,
+    late_layers,
     new_head,
     read_checkpoint,
     save_head,
@@ -105,6 +106,7 @@ from training.run_state import (
 
 MAX_SKIPPED_IN_ROW = 5
 MAX_LENGTH = 2048  # tokens of an example, unless the flag says otherwise
+HEAD_INITS = ("random", "identity", "late_layers", "identity+late_layers")
 FAR_VOCABULARY = 0.05  # of the target's vocabulary: padding and added tokens are less
 TRAINING_ATTENTION = (*ATTN_IMPLEMENTATIONS, "flex_attention")  # the last: the head's, with sdpa for the target
 TARGET_DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -223,6 +225,12 @@ def add_head_flags(parser: Parser) -> None:
         help="MLP width of the head's layers where the target's config has none (mixtures of experts)",
     )
     head.add_argument("--spec_init_from_base_layers", type=integers, help="target layers (0 ..) to start from: 13,14")
+    head.add_argument(
+        "--head_init",
+        choices=HEAD_INITS,
+        help="identity: projections pass on the deepest state they read; late_layers: layers start from the target's "
+        "last ones; default: random",
+    )
     head.add_argument("--init_head", help="checkpoint whose weights to start from, for more training on other data")
     head.add_argument(
         "--trained_with_use_deepest",
@@ -267,6 +275,11 @@ def add_optimisation_flags(parser: Parser) -> None:
     steps.add_argument("--optimizer", default="adamw", choices=["adamw", "muon"], help="muon: for the layers' matrices")
     steps.add_argument("--lr", type=POSITIVE, default=1e-4, help="peak learning rate")
     steps.add_argument("--lr_adamw", type=POSITIVE, help="with muon: of lm_head, norms and vectors; default: lr / 2")
+    steps.add_argument(
+        "--lm_head_lr_scale",
+        type=number(float, 0),
+        help="factor of the learning rate of lm_head; 0: frozen; default: 1",
+    )
     steps.add_argument("--lr_scheduler", default="linear", choices=SCHEDULES, help="shape after the warm-up")
     steps.add_argument("--warmup_steps", type=NATURAL, default=100, help="of linear warm-up")
     steps.add_argument("--weight_decay", type=number(float, 0), default=0.0, help="of the matrices")
@@ -364,8 +377,14 @@ def check_launch(args: argparse.Namespace) -> None:
 
 def check_head_flags(args: argparse.Namespace) -> None:
     """ValueError for flags of the head that contradict each other."""
-    if args.init_head is not None and args.spec_init_from_base_layers is not None:
-        raise ValueError("--init_head brings all weights: leave --spec_init_from_base_layers out")
+    for name in ("spec_init_from_base_layers", "head_init"):
+        if args.init_head is not None and getattr(args, name) is not None:
+            raise ValueError(f"--init_head brings all weights: leave --{name} out")
+    if "late_layers" in (args.head_init or "") and args.spec_init_from_base_layers is not None:
+        raise ValueError(
+            f"--head_init {args.head_init} takes the target's last layers: leave --spec_init_from_base_layers out, or "
+            "use it without late_layers"
+        )
     other_version = "shallow_hidden_layer_indices" if args.version == 11 else "aggr_feature_bound"
     if getattr(args, other_version) != "auto":
         raise ValueError(f"--{other_version} does not belong to --version {args.version}: leave one of them out")
@@ -458,6 +477,7 @@ def head_config(args: argparse.Namespace, target: PreTrainedConfig) -> HeadConfi
         raise ValueError(f"--stage_layers describes one split, but --num_stages lists {len(stages)}: give one n")
     sizes = split_layers(target.num_hidden_layers, stages[-1], stage_layers)
     split_layers(target.num_hidden_layers, stages[0])
+    base_layers = base_layers_of(args, target)
     raw = {
         "version": args.version if stage_layers is None or args.version == 10 else 12,
         **target_entries(args, target),
@@ -466,20 +486,26 @@ def head_config(args: argparse.Namespace, target: PreTrainedConfig) -> HeadConfi
         **read_layers(args, sizes),
         "trained_with_use_deepest": args.trained_with_use_deepest,
         "stage_layers": stage_layers,
-        "spec_init_from_base_layers": args.spec_init_from_base_layers,
-        "spec_init_first_layer": None if args.spec_init_from_base_layers is None else 0,
+        "spec_init_from_base_layers": base_layers,
+        "spec_init_first_layer": None if base_layers is None else 0,
         "spec_intermediate_size_fallback": args.spec_intermediate_size_fallback,
         "trained_num_stages": stages if len(stages) > 1 else None,
     }
     config = HeadConfig.parse(raw)
     config.check_target(target)
-    if args.spec_init_from_base_layers is not None:
+    if base_layers is not None:
         if args.quantization is not None or quantization_of(target) is not None:
-            raise ValueError(
-                "--spec_init_from_base_layers copies weights of the target, but this one is quantised: leave it out"
-            )
-        check_base_layers(args.spec_init_from_base_layers, config.num_spec_layers, target)
+            flag = "spec_init_from_base_layers" if args.head_init is None else f"head_init {args.head_init}"
+            raise ValueError(f"--{flag} copies weights of the target, but this one is quantised: leave it out")
+        check_base_layers(base_layers, config.num_spec_layers, target)
     return config
+
+
+def base_layers_of(args: argparse.Namespace, target: PreTrainedConfig) -> tuple[int, ...] | None:
+    """The target layers that the head's layers start from; None for a random start."""
+    if "late_layers" in (args.head_init or ""):
+        return late_layers(args.num_spec_layers, target)
+    return args.spec_init_from_base_layers
 
 
 def target_config(args: argparse.Namespace) -> PreTrainedConfig:
@@ -575,8 +601,9 @@ class Trainer:
         config = self.head.config
         stages = config.trained_num_stages or (config.num_stages,)
         self.splits = {n: config.split(self.target.num_layers, n) for n in stages}
+        scale = self.lm_head_lr_scale()
         self.model = accelerator.prepare(loss)
-        lrs = {"lr": args.lr, "lr_adamw": args.lr_adamw}
+        lrs = {"lr": args.lr, "lr_adamw": args.lr_adamw, "lm_head_lr_scale": scale}
         self.optimizers = build_optimizers(self.head, args.optimizer, **lrs, weight_decay=args.weight_decay)
         # Losses are sums, so gradients are large already: fp16 starts with a low scale.
         fp16 = accelerator.mixed_precision == "fp16"
@@ -586,6 +613,16 @@ class Trainer:
         self.suspects: list[str] = []  # examples of the last skipped step
         self.saved_step: int | None = None  # of the newest checkpoint in the output folder, if it is this run's
         self.caches = self.open_caches()
+
+    def lm_head_lr_scale(self) -> float:
+        """Of the learning rate, for the head's lm_head; with 0 it is frozen, which saves its gradient's product too."""
+        scale = self.args.lm_head_lr_scale
+        if scale is None:
+            return 1.0
+        if self.head.lm_head is None:
+            raise ValueError("--lm_head_lr_scale: this head has no lm_head of its own, leave it out")
+        self.head.lm_head.requires_grad_(scale > 0)
+        return scale
 
     def open_caches(self) -> dict[str, FeatureCache]:
         """The feature cache of each part of the data; none without --feature_cache."""
@@ -736,7 +773,7 @@ class Trainer:
         if self.scaler.is_enabled():
             for optimizer in self.optimizers:
                 self.scaler.unscale_(optimizer)
-        weights = list(self.head.parameters())
+        weights = [weight for weight in self.head.parameters() if weight.requires_grad]
         for weight in weights:
             weight.grad.mul_(self.accelerator.num_processes / (counted or 1))
         return float(nn.utils.clip_grad_norm_(weights, self.args.max_grad_norm))
@@ -855,7 +892,8 @@ class Trainer:
 
     def identity(self) -> dict[str, object]:
         """What has to be the same in a continued run."""
-        names = ("seed", "optimizer", "lr", "lr_adamw", "weight_decay", "trained_with_use_deepest", "fill_alpha")
+        names = ("seed", "optimizer", "lr", "lr_adamw", "lm_head_lr_scale", "weight_decay")
+        names += ("trained_with_use_deepest", "fill_alpha")
         return {f"--{name}": getattr(self.args, name) for name in names} | {
             "examples per step": self.order.step_size,
             "training examples": len(self.data.train),
@@ -1025,7 +1063,9 @@ def main(args: argparse.Namespace) -> int:
     start_all_processes()
 
     def make_loss(target: Target) -> HeadLoss:
-        head = new_head(config, target, args.spec_init_from_base_layers, args.seed)
+        identity = "identity" in (args.head_init or "")
+        layers = config.spec_init_from_base_layers
+        head = new_head(config, target, layers, args.seed, identity_projections=identity)
         if args.init_head is not None:
             start_from(head, args.init_head)
         return head_loss(args, head, target)

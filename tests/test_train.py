@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, set_seed
 import pipeline_inference
 import train
 from loading.checkpoint_files import CHECKPOINT_NAME
-from pipeline_model import Target, load_head, read_checkpoint
+from pipeline_model import Target, load_head, new_head, read_checkpoint
 from tests.tiny import FAMILIES, VOCAB, spd_decoder, tiny_head, tiny_model, tiny_target
 from training import head_loss
 from training.conversations import PadCollator, load_conversations
@@ -366,6 +366,7 @@ def test_training_goes_on_from_a_head(work, tmp_path, capsys):
         ("--num_spec_layers", 1, "its num_spec_layers is 2, this run's 1"),
         ("--draft_vocab_json", work / "draft.json", "its draft_token_ids differs"),
         ("--spec_init_from_base_layers", "1,2", "leave --spec_init_from_base_layers out"),
+        ("--head_init", "identity", "leave --head_init out"),
     ):
         capsys.readouterr()
         assert part in script_error(work, tmp_path, capsys, *map(str, more), flag, str(value))
@@ -522,6 +523,36 @@ def test_muon_takes_the_matrices_only():
     assert (muon.param_groups[0]["lr"], adamw.param_groups[0]["lr"]) == (2e-3, 1e-3)
 
 
+@pytest.mark.parametrize(("optimizer", "shared"), [("adamw", 2e-3), ("muon", 1e-3)])
+def test_lm_head_has_its_own_rate(optimizer, shared):
+    """Guards --lm_head_lr_scale: the rate of lm_head alone is scaled, and a frozen one is in no optimizer."""
+    head = tiny_head(tiny_target("llama"), (2, 2), num_spec_layers=1).requires_grad_(True)
+    for scale in (0.1, 1, 0):
+        head.lm_head.requires_grad_(scale > 0)
+        optimizers = build_optimizers(head, optimizer, lr=2e-3, lm_head_lr_scale=scale)
+        rates = {id(w): group["lr"] for o in optimizers for group in o.param_groups for w in group["params"]}
+        assert len(rates) == len(list(head.parameters())) - (scale == 0)
+        assert rates.get(id(head.lm_head.weight), 0) == pytest.approx(scale * shared)
+        assert rates[id(head.aggr_projs[0].weight)] == 2e-3
+        assert rates[id(head.spec_layers[0].input_layernorm.weight)] == shared
+
+
+@pytest.mark.parametrize("more", [("--version", 10, "--optimizer", "muon"), ("--rows", "replay"), ()])
+def test_frozen_lm_head_stays_the_target_s(work, tmp_path, more):
+    """Guards the starts in whole runs: lm_head is the target's to the last bit when frozen, all else moves, and the
+    checkpoint says which layers it started from."""
+    settings = ["--head_init", "identity+late_layers", "--lm_head_lr_scale", 0, "--max_steps", 2, *more]
+    assert run(work, tmp_path, *settings) == 0
+    config, state = read_checkpoint(tmp_path)
+    target = Target.load(str(work / "target"))
+    assert config.spec_init_from_base_layers == (2, 3)
+    assert torch.equal(state["lm_head.weight"], target.lm_head.weight)
+    start = new_head(config, target, (2, 3), identity_projections=True).state_dict()
+    assert not any(torch.equal(state[name], start[name]) for name in state if "self_attn" in name)
+    moved = [name for name in state if "proj" in name and not torch.equal(state[name], start[name])]
+    assert any(name.startswith(("aggr_projs", "g0_proj")) for name in moved)
+
+
 @pytest.mark.parametrize(("optimizer", "version"), [("adamw", 11), ("muon", 11), ("muon", 10)])
 def test_types_without_rows_stay_where_they_are(work, tmp_path, monkeypatch, optimizer, version):
     """Guards rare types: a projection moves in the steps whose fills need it and in no other, momentum or not."""
@@ -628,6 +659,10 @@ def test_layers_are_placed_so_that_hidden_states_end_beside_the_head():
         (["--shallow_hidden_layer_indices", "0,2;0,1"], "does not belong to --version 11"),
         (["--version", "9"], "invalid choice: 9"),
         (["--spec_init_from_base_layers", "4"], "num_spec_layers"),
+        (["--head_init", "late_layers", "--num_spec_layers", "5"], "only 4 full-attention layers"),
+        (["--head_init", "late_layers", "--spec_init_from_base_layers", "1,2"], "leave --spec_init_from_base_layers"),
+        (["--head_init", "zero"], "invalid choice: 'zero'"),
+        (["--lm_head_lr_scale", "-1"], "at least 0"),
         (["--draft_vocab_json", "none.json"], "cannot be read"),
         (["--batch_size", "0"], "at least 1"),
         (["--lr", "0"], "above 0"),

@@ -8,7 +8,7 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 from pipeline_inference import Decoder, LocalExecutor, SPDDrafter
-from pipeline_model import Target, key_types, load_head, new_head, staircase_plan
+from pipeline_model import Target, auto_shallow_layers, key_types, late_layers, load_head, new_head, staircase_plan
 from tests.tiny import VOCAB, random_prompt, tiny_head, tiny_target
 from training import forward
 from training.forward import STAIRCASE_ATTENTION, draft_rows, teacher_features, training_loss
@@ -202,6 +202,33 @@ def test_padding_changes_nothing():
     assert int(whole.counted) == int(first.counted + second.counted)
     with pytest.raises(ValueError, match="right-padded"):
         teacher_features(target, ids, mask.flip(1), head.config.aggr_feature_bound)
+
+
+@pytest.mark.parametrize("version", [10, 11, 12])
+def test_identity_projections_pass_on_the_deepest_state(version):
+    """Guards --head_init identity: every row of every type starts as the last hidden state that it reads, in each layer
+    of version 10 too."""
+    target = tiny_target("llama")
+    sizes = (1, 2, 1) if version == 12 else (2, 2)
+    fields = {"shallow_hidden_layer_indices": auto_shallow_layers(4, 2)} if version == 10 else {}
+    config = tiny_head(target, sizes, **fields).config
+    assert config.version == version
+    head = new_head(config, target, identity_projections=True)
+    features = torch.randn(5, len(config.anchors), config.hidden_size)
+    lists = config.shallow_hidden_layer_indices
+    deepest = config.anchors if lists is None else (0, *(layers[-1] for layers in reversed(lists)))
+    for kind, layer in enumerate(deepest):
+        shown = head.shown_rows(kind, features)
+        assert torch.equal(shown, features[:, config.anchors.index(layer)].expand_as(shown))
+
+
+def test_late_layers_have_full_attention():
+    """Guards --head_init late_layers on hybrid targets, where every second layer here is linear attention."""
+    assert late_layers(2, tiny_target("llama").config) == (2, 3)
+    hybrid = tiny_target("qwen3_5").config
+    assert late_layers(2, hybrid) == (1, 3)
+    with pytest.raises(ValueError, match="only 2 full-attention layers"):
+        late_layers(3, hybrid)
 
 
 def test_new_head_starts_from_the_target():

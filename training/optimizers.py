@@ -24,23 +24,35 @@ def lr_factor(step: int, total: int, warmup: int, schedule: str) -> float:
 
 
 def build_optimizers(
-    head: nn.Module, name: str, lr: float, *, lr_adamw: float | None = None, weight_decay: float = 0.0
+    head: nn.Module,
+    name: str,
+    lr: float,
+    *,
+    lr_adamw: float | None = None,
+    lm_head_lr_scale: float = 1.0,
+    weight_decay: float = 0.0,
 ) -> list[torch.optim.Optimizer]:
     """`adamw`: one AdamW. `muon`: Muon for the matrices, AdamW for lm_head and vectors, at `lr_adamw` (None: lr / 2).
 
-    Vectors, that is norms, are not decayed. A head may have no lm_head of its own.
+    The lm_head learns at `lm_head_lr_scale` times its optimizer's rate; a frozen one, or none, is in no optimizer.
+    Vectors, that is norms, are not decayed.
     """
-    output = [] if head.lm_head is None else [head.lm_head.weight]
+    output = [] if head.lm_head is None else [weight for weight in head.lm_head.parameters() if weight.requires_grad]
     matrices = [weight for weight in head.parameters() if weight.ndim == 2 and all(weight is not own for own in output)]
+    matrices = [weight for weight in matrices if weight.requires_grad]
     vectors = {"params": [weight for weight in head.parameters() if weight.ndim < 2], "weight_decay": 0.0}
     shared = {"weight_decay": weight_decay, "fused": True}  # one kernel: ten times faster on a CPU, too
     if name == "adamw":
-        return [torch.optim.AdamW([{"params": [*matrices, *output]}, vectors], lr=lr, **shared)]
+        groups = [{"params": [*matrices, *output]}]
+        if lm_head_lr_scale != 1:
+            groups = [{"params": matrices}, {"params": output, "lr": lr * lm_head_lr_scale}]
+        return [torch.optim.AdamW([*groups, vectors], lr=lr, **shared)]
     # Updates as large as AdamW's: the usual learning rates and weight decays keep their meaning.
     muon_class = torch.optim.Muon if matrices[0].is_cuda else Float32Muon
     muon = muon_class(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
     lr_adamw = lr / 2 if lr_adamw is None else lr_adamw
-    return [muon, torch.optim.AdamW([{"params": output}, vectors], lr=lr_adamw, **shared)]
+    output = {"params": output, "lr": lr_adamw * lm_head_lr_scale}
+    return [muon, torch.optim.AdamW([output, vectors], lr=lr_adamw, **shared)]
 
 
 def scale_lr(optimizers: list[torch.optim.Optimizer], factor: float) -> None:

@@ -721,6 +721,11 @@ def test_draft_vocabulary_of_another_target(work, tmp_path, capsys):
             train.read_draft_vocab(str(path), 61)
 
 
+def test_earlier_checkpoints_are_found():
+    """Guards the runs that are under way: a file of another name would hide the checkpoints they go on from."""
+    assert (CHECKPOINT_NAME, STATE_NAME) == ("speculation_head_final.pt", "training_state.pt")
+
+
 def test_runs_do_not_mix(work, tmp_path, capsys):
     """Guards older results: a new run refuses a folder with checkpoints, and a resumed one other settings or data."""
     output = tmp_path / "out"

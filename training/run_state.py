@@ -29,7 +29,7 @@ from loading.checkpoint_files import CHECKPOINT_NAME
 from pipeline_model import SpeculationHead, save_head
 from script_utils import append_text, atomic_open, first_line, shown
 
-STATE_NAME = "training.run_state.pt"
+STATE_NAME = "training_state.pt"
 LOG_NAME = "log.jsonl"
 CURVE_NAME = "training_curve.png"
 

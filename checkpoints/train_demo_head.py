@@ -27,10 +27,10 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import make_prompts
 from matplotlib.figure import Figure
 
 import train
+from checkpoints import make_prompts
 from loading.checkpoint_files import CHECKPOINT_NAME
 from pipeline_model import Target, load_head, save_head
 from script_utils import Parser, atomic_open, check_output_file, check_output_folder, quiet_libraries, run_script

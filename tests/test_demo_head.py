@@ -3,16 +3,10 @@
 import ast
 import json
 import random
-import sys
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "checkpoints"))
-
-import make_prompts
-import train_demo_head
-
+from checkpoints import make_prompts, train_demo_head
 from training.sources import Counters, find_sources, read_conversations
 
 

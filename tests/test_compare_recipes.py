@@ -1,0 +1,122 @@
+"""Heads judged without decoding, on the target's own text, and the comparison of ways of training made of it."""
+
+import json
+
+import numpy as np
+import pytest
+
+from benchmarks import compare_recipes
+from benchmarks.compare_recipes import ARMS, Estimate, Figures
+from evaluation.prompts import Sample
+from evaluation.replayed import ReplayedTexts, target_texts
+from pipeline_inference import Sampling
+from pipeline_model import save_head
+from tests.test_train import make_tokenizer, write_language
+from tests.tiny import VOCAB, random_prompt, spd_decoder, tiny_head, tiny_model, tiny_target
+
+
+def samples(count):
+    return [Sample("set", place, "", tuple(random_prompt(3 + place, seed=place))) for place in range(count)]
+
+
+@pytest.mark.parametrize("sizes", [(3, 3), (2, 2, 2), (1,) * 6])
+def test_counts_are_those_of_decoding(sizes, tmp_path):
+    """Guards the figures of every arm: verified and accepted drafts by fill and cycles equal the decode loop's."""
+    target = tiny_target("llama", layers=6)
+    head = tiny_head(target, sizes)
+    texts = target_texts(target, samples(10), Sampling(), 12, 0, tmp_path / "texts.json")
+    found = ReplayedTexts(target, texts, Sampling(), head.config.anchors, seed=0).counts(head, sizes)
+    decoder = spd_decoder(target, head)
+    for sample, text, counts in zip(samples(10), texts, found, strict=True):
+        result = decoder.generate(sample.prompt_ids, 12)
+        assert result.tokens == list(text.answer_ids)
+        assert counts.verified_by_fill.tolist() == result.verified_by_fill
+        assert counts.accepted_by_fill.tolist() == result.accepted_by_fill
+        assert counts.cycles == result.cycles
+    assert sum(counts.accepted_by_fill.sum() for counts in found) > 0
+
+
+def test_texts_are_written_once(tmp_path):
+    """Guards against another text per arm, and against old texts for other prompts."""
+    target, path = tiny_target("llama"), tmp_path / "texts.json"
+    first = target_texts(target, samples(2), Sampling(temperature=1.0), 6, 3, path)
+    written = path.read_text()
+    assert target_texts(None, samples(2), Sampling(temperature=1.0), 6, 3, path) == first
+    assert len(target_texts(target, samples(3), Sampling(temperature=1.0), 6, 3, path)) == 3
+    assert path.read_text() != written
+
+
+def test_a_difference_is_paired():
+    """Guards the verdicts: arms that differ a little on every text differ surely, however much texts differ."""
+    hits = np.array([10, 40, 90, 20, 60, 80])
+    result = {"datasets": ["a"] * 3 + ["b"] * 3, "num_stages": 2, "runs": [1] * 6}
+    one, other = (
+        Figures(result | {"verified_by_fill": [[100, 0]] * 6, "accepted_by_fill": [[int(h), 0] for h in hits + more]})
+        for more in (3, 0)
+    )
+    assert one.alpha().value == pytest.approx(0.53)
+    difference = one.alpha().minus(other.alpha())
+    assert difference.value == pytest.approx(0.03)
+    assert difference.verdict() == "helps"
+    assert other.alpha().minus(one.alpha()).verdict() == "hurts"
+    assert Estimate(0.1, np.array([-1.0, 1.0])).verdict() == "cannot be told"
+    assert one.alpha_by_fill() == ".53 –"
+    # 600 tokens in 600 + 6 cycles of half the target
+    assert one.accept_length().value == pytest.approx(2 * 600 / 606)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("recipes")
+    tiny_model("llama", layers=6).save_pretrained(folder / "target")
+    make_tokenizer().save_pretrained(folder / "target")
+    write_language(folder / "greedy.jsonl", [12])
+    (folder / "sampled.jsonl").write_text((folder / "greedy.jsonl").read_text())
+    (folder / "data" / "set").mkdir(parents=True)
+    lines = [{"question_id": index, "category": "chat", "turns": [f"s{index + 1} 4"]} for index in range(3)]
+    (folder / "data" / "set" / "question.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    target = tiny_target("llama", layers=6)
+    head = tiny_head(target, (2, 2, 2), draft_vocab=VOCAB // 2)
+    save_head(head, folder / "start.pt")
+    ids = list(head.config.draft_token_ids)
+    (folder / "draft.json").write_text(json.dumps({"vocab_size": VOCAB, "token_ids": ids}))
+    return folder
+
+
+def run(files, work, *more):
+    flags = ["--work_dir", work, "--output", work / "REPORT.md", "--base_model_path", files / "target"]
+    flags += ["--start", files / "start.pt", "--draft_vocab_json", files / "draft.json", "--num_stages", "2,3"]
+    flags += ["--greedy_answers", files / "greedy.jsonl", "--sampled_answers", files / "sampled.jsonl"]
+    flags += ["--max_steps", 2, "--start_steps", 2, "--batch_size", 2, "--max_length", 64, "--data_dir", files / "data"]
+    flags += ["--datasets", "set", "--prompts_per_dataset", 2, "--max_new_tokens", 8, *more]
+    return compare_recipes.main(compare_recipes.build_parser().parse_args(list(map(str, flags))))
+
+
+def test_one_command_makes_the_table_and_goes_on(files, tmp_path, monkeypatch):
+    """Guards the evidence: arms trained on equal text, judged, compared; nothing is done twice."""
+    arms = ["--arms", "start", "S1", "P2", "N-PPSD"]
+    assert run(files, tmp_path, *arms) == 0
+    text = (tmp_path / "REPORT.md").read_text()
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith(("| S1 ", "| P2 "))]
+    assert len(rows) == 4  # two temperatures
+    assert len({row[2] for row in rows}) == 1  # tokens
+    assert "P2 - S1" in text
+    assert text.count("python train.py") == 2
+    monkeypatch.setattr("train.main", lambda args: pytest.fail("trained again"))
+    monkeypatch.setattr(compare_recipes, "Judge", lambda args: pytest.fail("judged again"))
+    assert run(files, tmp_path, *arms) == 0
+    assert (tmp_path / "REPORT.md").read_text() == text
+
+
+def test_every_arm_is_a_command_that_train_takes(files, tmp_path):
+    """Guards against an arm that ends hours of work with a wrong flag; and against texts that do not fit."""
+    flags = ["--work_dir", tmp_path, "--start", files / "start.pt", "--base_model_path", files / "target"]
+    flags += ["--draft_vocab_json", files / "draft.json", "--greedy_answers", "g", "--sampled_answers", "s"]
+    args = compare_recipes.build_parser().parse_args(list(map(str, flags)))
+    commands = compare_recipes.training_commands(args)
+    assert [*commands] == [name for name in ARMS if name != "start"]
+    for command in commands.values():
+        assert command.arguments.max_steps in (100, 200)
+    (tmp_path / "other.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "x"}] * 2}) + "\n")
+    with pytest.raises(ValueError, match="no prompt in common"):
+        run(files, tmp_path / "work", "--sampled_answers", tmp_path / "other.jsonl", "--arms", "start")

@@ -71,7 +71,6 @@ ARMS = {
     "P2": Arm("exact rows, replayed", "--rows replay"),
     "P3": Arm("P2, loss lk", "--rows replay --loss lk"),
     "P4": Arm("P2, rejected drafts count twice", "--rows replay --reject_weight 2"),
-    "P5": Arm("P2, flushed drafts too", "--rows replay --flushed"),
     "P6-greedy": Arm("P2, greedy text alone", "--rows replay", text="greedy"),
     "P6-sampled": Arm("P2, sampled text alone", "--rows replay", text="sampled"),
     "N-S0": Arm("from nothing: S0 for n = 3", "", NOTHING, "greedy", "3", True),
@@ -101,7 +100,6 @@ CLAIMS = (
     ("S1", "S0", "fills as decoding meets them"),
     ("P3", "P2", "loss `lk` instead of KL"),
     ("P4", "P2", "weight 2 on rejected drafts"),
-    ("P5", "P2", "the flushed stream"),
     ("P6-greedy", "P2", "no sampled text"),
     ("P6-sampled", "P2", "sampled text alone"),
     ("P2", "start", "more training, with replay"),
@@ -246,8 +244,9 @@ def training_commands(args: argparse.Namespace) -> dict[str, Command]:
     commands = {name: training_command(args, name) for name in ARMS if name != "start"}
     readers = [commands[name] for name in ("S0", "N-S0", "N-PPSD")]  # of other layers each; all else reads as these
     layers = ",".join(map(str, layers_read(readers, args.base_model_path)))
-    for command in commands.values():
-        command.flags.extend(["--feature_cache", str(args.work_dir / "features"), "--feature_cache_layers", layers])
+    for name, command in commands.items():
+        folder = args.work_dir / "features" / ARMS[name].text
+        command.flags.extend(["--feature_cache", str(folder), "--feature_cache_layers", layers])
     return {name: command for name, command in commands.items() if name in args.arms}
 
 

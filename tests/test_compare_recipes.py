@@ -85,7 +85,7 @@ def files(tmp_path_factory):
 
 def run(files, work, *more):
     flags = ["--work_dir", work, "--output", work / "REPORT.md", "--base_model_path", files / "target"]
-    flags += ["--start", files / "start.pt", "--draft_vocab_json", files / "draft.json", "--num_stages", "2,3"]
+    flags += ["--start", files / "start.pt", "--draft_vocab_json", files / "draft.json", "--num_stages", 3]
     flags += ["--greedy_answers", files / "greedy.jsonl", "--sampled_answers", files / "sampled.jsonl"]
     flags += ["--max_steps", 2, "--start_steps", 2, "--batch_size", 2, "--max_length", 64, "--data_dir", files / "data"]
     flags += ["--datasets", "set", "--prompts_per_dataset", 2, "--max_new_tokens", 8, *more]
@@ -99,7 +99,8 @@ def test_one_command_makes_the_table_and_goes_on(files, tmp_path, monkeypatch):
     text = (tmp_path / "REPORT.md").read_text()
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith(("| S1 ", "| P2 "))]
     assert len(rows) == 4  # two temperatures
-    assert len({row[2] for row in rows}) == 1  # tokens
+    staircase, replay = (int(row[2]) for row in rows[:2])
+    assert staircase == replay + 4  # the first token of each of the four answers is the prefill's, and no draft
     assert "P2 - S1" in text
     assert text.count("python train.py") == 2
     monkeypatch.setattr("train.main", lambda args: pytest.fail("trained again"))
@@ -118,5 +119,11 @@ def test_every_arm_is_a_command_that_train_takes(files, tmp_path):
     for command in commands.values():
         assert command.arguments.max_steps in (100, 200)
     (tmp_path / "other.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "x"}] * 2}) + "\n")
+    args.greedy_answers, args.sampled_answers = [files / "greedy.jsonl"], [tmp_path / "other.jsonl"]
     with pytest.raises(ValueError, match="no prompt in common"):
-        run(files, tmp_path / "work", "--sampled_answers", tmp_path / "other.jsonl", "--arms", "start")
+        compare_recipes.write_texts(args)
+    args.sampled_answers = args.greedy_answers
+    compare_recipes.write_texts(args)
+    (tmp_path / "text" / "mixed.jsonl").write_text("another text")
+    with pytest.raises(ValueError, match="holds another text than the answers given"):
+        compare_recipes.write_texts(args)

@@ -7,6 +7,7 @@ import argparse
 import importlib
 import re
 import shlex
+from collections import Counter
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
@@ -73,7 +74,11 @@ def test_every_script_is_in_the_table():
 def test_every_flag_is_described_once(name):
     """Guards against a flag that no document explains, that two explain, or that is gone; and a --no- that it lacks."""
     told = [(flag, str(document)) for script, flag, document in described() if script == name]
-    assert sorted(flag.replace("[no-]", "") for flag, _ in told) == sorted(flags_of(name)), told
+    times = Counter(flag.replace("[no-]", "") for flag, _ in told)
+    missing, gone = flags_of(name).keys() - times.keys(), times.keys() - flags_of(name).keys()
+    assert not missing, f"no table of flags of {name} has {', '.join(sorted(missing))}"
+    assert not gone, f"{name} has no {', '.join(sorted(gone))}"
+    assert max(times.values(), default=1) == 1, times
     switches = [flag.replace("[no-]", "") for flag, _ in told if "[no-]" in flag]
     assert all(isinstance(flags_of(name)[flag], Switch) for flag in switches), switches
 

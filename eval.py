@@ -39,7 +39,8 @@ from evaluation.summary_page import write_summary_page
 from evaluation.workers import Task, Workers
 from loading.chat_template import add_template_flags
 from loading.target_files import QUANTIZATIONS
-from pipeline_inference import add_compile_argument, print_unused_settings
+from loading.tokenizer import print_unused_settings
+from pipeline_inference import add_compile_argument
 from pipeline_model import ATTN_IMPLEMENTATIONS
 from script_utils import (
     Parser,

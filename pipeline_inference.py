@@ -5,7 +5,8 @@ autoregressive baseline (no drafter). Each cycle is draft, run the stages, verif
 
     executor   runs the target's stages: begin a cycle, finish a cycle, roll back     LocalExecutor
     drafter    drafts from features that exist before the cycle                       SPDDrafter, or None
-    verify     a pure function: the target's logits and the candidates -> a verdict
+    verify     a pure function: the target's logits and the candidates -> a verdict   decoding/sampling.py
+    TokenTree  the newest tokens and all candidates that continue them                decoding/tree.py
     Decoder    the loop; it only moves tokens along and keeps score
 
 The symbols are those of pipeline_model.py. Run this file to see the pipeline beside standard generation.
@@ -17,15 +18,11 @@ import argparse
 import heapq
 import itertools
 import operator
-import os
-import re
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from numbers import Integral
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
@@ -33,32 +30,25 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from jinja2 import TemplateError
 from torch import Tensor
-from transformers import (
-    AutoTokenizer,
-    GenerationConfig,
-    LogitsProcessorList,
-    PreTrainedConfig,
-    PreTrainedTokenizerBase,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from decoding.compiled import compiled_logits
-from decoding.metrics import accept_length, alpha, cycles_a_step, spd_costs, theoretical_speedup
 from decoding.nodes import HostCopies, NodeBoard
+from decoding.result import GenerationResult, TokenEvent
+from decoding.sampling import NEUTRAL, Sampling, Verdict, draw, verify
 from decoding.stage import partition
-from loading.chat_template import RAW_TEMPLATE, add_template_flags, check_template_flags, template_of, use_template
+from decoding.text import TextStream, paint
+from decoding.tree import Node, TokenTree, living
+from loading.chat_template import add_template_flags, check_template_flags, use_template
 from loading.target_config import default_target_path, load_target_config
 from loading.target_files import QUANTIZATIONS, check_attention_kernels, check_compiled
+from loading.tokenizer import encode_prompt, load_tokenizer, print_unused_settings, token_ids
 from pipeline_model import (
     ATTN_IMPLEMENTATIONS,
     CachePlan,
     HeadCache,
     NodeBatch,
-    NodeRow,
     SpeculationHead,
     Target,
     read_checkpoint,
@@ -69,220 +59,17 @@ from script_utils import (
     Switch,
     add_dtype_argument,
     check_output_file,
-    first_line,
-    is_text,
     quiet_libraries,
     resolve_device,
     resolve_dtype,
     run_script,
 )
-from timeline import DRAFT, VERIFY, WAIT, Span, Timeline, Timings, stage_index, stage_row, time_table, write_trace
+from timeline import DRAFT, VERIFY, WAIT, Span, Timeline, stage_index, stage_row, time_table, write_trace
 from viewer.page import Setting, run_of, write_page
-from viewer.recording import Recorder, RowsSeen
+from viewer.recording import Recorder, Recording, RowsSeen
 
 T = TypeVar("T")
 SHOWN_ALTERNATIVES = 3  # a recording keeps so many of the tokens that the head finds likeliest
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Sampling and verification
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """Sampling settings, the same for the target, the drafter and the baseline. The defaults are neutral: greedy."""
-
-    temperature: float = 0.0  # 0: greedy
-    top_k: int = 0  # 0: off
-    top_p: float = 1.0  # 1: off
-
-    def __post_init__(self):
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature is {self.temperature}: it must be 0 (greedy) or a positive number")
-        if self.top_k < 0:
-            raise ValueError(f"top_k is {self.top_k}: it must be 0 (off) or a positive number of tokens")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p}: it must lie in (0, 1]; 1 turns it off")
-
-    @property
-    def greedy(self) -> bool:
-        return self.temperature == 0
-
-    def same_draws(self, draft_top_k: int) -> bool:
-        """Whether a pipeline of this width emits the very tokens of the target alone, given the same seed.
-
-        A tree's verification draws from the target, once a token, as the target alone does. A sampled chain's is the
-        ratio test, which uses up other random numbers: its tokens are distributed alike, no more.
-        """
-        return self.greedy or draft_top_k > 1
-
-    def probabilities(self, logits: Tensor) -> Tensor:
-        """The distribution that is sampled from, [..., V] float32: temperature, then top-k, then top-p."""
-        # A temperature that float32 cannot hold would divide by zero; the smallest one it can is as greedy.
-        temperature = max(float(self.temperature), torch.finfo(torch.float32).tiny)
-        warpers = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
-        if self.top_k:
-            warpers.append(TopKLogitsWarper(self.top_k))
-        if self.top_p < 1:
-            warpers.append(TopPLogitsWarper(self.top_p))
-        rows = logits.float().reshape(-1, logits.shape[-1])
-        rows = rows - rows.amax(dim=-1, keepdim=True)  # keeps a tiny temperature from overflowing
-        return warpers(None, rows).softmax(dim=-1).view(logits.shape)
-
-    def draw(self, logits: Tensor, generator: torch.Generator | None) -> int:
-        """One token from logits [V]."""
-        return int(logits.argmax() if self.greedy else draw(self.probabilities(logits), generator))
-
-
-def draw(probabilities: Tensor, generator: torch.Generator | None) -> Tensor:
-    """One index, [], from a distribution [V]; it stays on the device."""
-    return torch.multinomial(probabilities, 1, generator=generator)[0]
-
-
-class Verdict(NamedTuple):
-    """What the target says of one position."""
-
-    token: int  # the token that stands there
-    accepted: int | None  # index of the candidate that has it; None: the target's own correction
-
-
-def acceptance_probability(p: float, q: float) -> float:
-    """Probability that a draft is kept which the target draws with probability p, the drafter with q: min(1, p/q)."""
-    return min(1.0, p / max(q, torch.finfo(torch.float32).tiny))
-
-
-def residual(p: Tensor, q: Tensor) -> Tensor:
-    """Distribution of the correction after a rejection: max(0, p - q), renormalised, [V].
-
-    Where p = q nothing is ever rejected but by rounding; p itself is then the exact answer.
-    """
-    excess = (p - q).clamp_(min=0)
-    total = excess.sum()
-    return torch.where(total > 0, excess / total, p)  # chosen on the device: the host need not know
-
-
-def verify(
-    logits: Tensor,
-    candidates: Sequence[int],
-    q: Tensor | None,
-    sampling: Sampling,
-    generator: torch.Generator | None = None,
-) -> Verdict:
-    """Decide one position, losslessly: the token is distributed exactly as the target alone would have it.
-
-    logits [V] are the target's. With q [V] there is one candidate, which was SAMPLED from q: speculative sampling's
-    ratio test (arXiv 2211.17192). Without q the candidates were chosen deterministically (greedy, or tree nodes, at
-    most one a token): draw from the target, and see which candidate agrees. The ratio test would be wrong there.
-    """
-    if q is None or not candidates:
-        token = sampling.draw(logits, generator)
-        return Verdict(token, candidates.index(token) if token in candidates else None)
-    p, token = sampling.probabilities(logits), candidates[0]
-    uniform = torch.rand((), generator=generator, device=logits.device)
-    uniform, *kept = torch.stack([uniform, p[token], q[token]]).tolist()  # to the host in one copy
-    if uniform < acceptance_probability(*kept):
-        return Verdict(token, 0)
-    return Verdict(int(draw(residual(p, q), generator)), None)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The tree of tokens in flight
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True, eq=False)
-class Node:
-    """One token of the sequence, or a candidate for one."""
-
-    token: int
-    position: int
-    id: int  # row in every per-node memory, reused once the node is gone
-    slot: int  # KV slot
-    parent: Node | None
-    score: float = 0.0  # summed log-probability of the chain that ends here
-    fill: int = 0  # tokens that were in flight when it was drafted, 1 .. n; 0: not drafted
-    alive: bool = True  # still agrees with every emitted token
-    completed: bool = False  # has left the last stage
-
-    @property
-    def row(self) -> NodeRow:
-        return NodeRow(self.token, self.id, self.parent.id, self.slot)
-
-
-class TokenTree:
-    """The newest emitted tokens and, behind them, every candidate that agrees with them.
-
-    `path` holds the last n + 1 emitted tokens, oldest first; `levels` the candidates, one list a position. In a chain
-    a level has one node. A node whose chain was not drafted further stays: if the target confirms it, it is ahead of
-    a correction by all the stages it has passed.
-    """
-
-    def __init__(self, plan: CachePlan, prompt: Sequence[int], num_stages: int):
-        self._free_ids = list(range(plan.nodes))  # a heap: lowest first
-        self._free_slots = list(range(len(prompt), plan.slots)) if plan.tree else None  # likewise
-        self._keep = num_stages + 1
-        self.path: deque[Node] = deque()
-        self.levels: deque[list[Node]] = deque()
-        first = max(0, len(prompt) - self._keep)
-        for position, token in enumerate(prompt[first:], start=first):
-            parent = self.path[-1] if self.path else None
-            self.path.append(Node(token, position, heapq.heappop(self._free_ids), position, parent, completed=True))
-
-    @property
-    def root(self) -> Node:
-        """The newest emitted token."""
-        return self.path[-1]
-
-    @property
-    def frontier(self) -> list[Node]:
-        """The newest candidates, to be continued; the root itself when there are none."""
-        return self.levels[-1] if self.levels else [self.root]
-
-    @property
-    def fill(self) -> int:
-        """Tokens in flight when the next position is drafted, 1 .. n: the newest counts even if it has completed."""
-        done = next(node.position for node in reversed(self.path) if node.completed)
-        return max(1, self.frontier[0].position - done)
-
-    def new_node(self, token: int, parent: Node, score: float = 0.0, fill: int = 0) -> Node:
-        position = parent.position + 1
-        slot = position if self._free_slots is None else heapq.heappop(self._free_slots)
-        return Node(token, position, heapq.heappop(self._free_ids), slot, parent, score, fill)
-
-    def commit(self, verdict: Verdict) -> set[int]:
-        """Emit a token behind the root: the accepted candidate, or a new node. Everything that disagrees dies.
-
-        Returns the ids of the dead. They are free from now on: the new node may already have one of them.
-        """
-        candidates = self.levels.popleft() if self.levels else []
-        chosen = None if verdict.accepted is None else candidates[verdict.accepted]
-        dead = [node for node in candidates if node is not chosen]
-        if dead:
-            for node in dead:
-                node.alive = False
-            for level in self.levels:
-                for node in level:
-                    node.alive = node.parent.alive
-                dead.extend(node for node in level if not node.alive)
-            self.levels = deque(level for level in map(_living, self.levels) if level)
-            for node in dead:
-                self._release(node)
-        self.path.append(chosen or self.new_node(verdict.token, self.root))
-        if len(self.path) > self._keep:
-            # Its children have all been through every stage, and no rolled-back draft reaches back this far.
-            heapq.heappush(self._free_ids, self.path.popleft().id)
-            self.path[0].parent = None
-        return {node.id for node in dead}
-
-    def _release(self, node: Node) -> None:
-        heapq.heappush(self._free_ids, node.id)
-        if self._free_slots is not None:
-            heapq.heappush(self._free_slots, node.slot)
-
-
-def _living(level: list[Node]) -> list[Node]:
-    return [node for node in level if node.alive]
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Executors: who runs the stages
@@ -644,101 +431,6 @@ def _ancestors(nodes: Sequence[Node]) -> list[int]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-class TokenEvent(NamedTuple):
-    """One emitted token, as it streams out."""
-
-    token: int
-    position: int
-    accepted: bool  # an accepted draft; False: the target's correction. True for the prefill's token
-    cycle: int  # cycles finished when it was emitted; 0: by the prefill
-
-    @property
-    def style(self) -> str:
-        """How `paint` shows it."""
-        return "draft" if self.accepted else "correction"
-
-
-@dataclass
-class GenerationResult:
-    """What one generation did. The metrics are METHOD section 7's."""
-
-    stage_sizes: tuple[int, ...]
-    tokens: list[int] = field(default_factory=list)  # new tokens, the prefill's included
-    accepted: list[bool] = field(default_factory=list)  # a flag a token; True for the prefill's
-    cycles: int = 0
-    verified_by_fill: list[int] = field(default_factory=list)  # index F - 1: drafts made with F tokens in flight
-    accepted_by_fill: list[int] = field(default_factory=list)
-    stop_reason: str = ""  # "eos" or "length"
-    timings: Timings = field(default_factory=Timings)
-    prefill_tokens: int = 1  # tokens that the prefill gave: one, but where it verifies drafts already
-
-    @property
-    def new_tokens(self) -> int:
-        """Tokens that the cycles produced: the prefill's are not counted."""
-        return len(self.tokens) - self.prefill_tokens
-
-    @property
-    def n_verified(self) -> int:
-        return sum(self.verified_by_fill)
-
-    @property
-    def n_accepted(self) -> int:
-        return sum(self.accepted_by_fill)
-
-    @property
-    def alpha(self) -> float | None:
-        """Accepted / verified drafts; None when none was verified."""
-        return alpha(self.n_accepted, self.n_verified) if self.n_verified else None
-
-    @property
-    def alpha_by_fill(self) -> list[float | None]:
-        """alpha of the drafts made with F tokens in flight, for F = 1 .. n."""
-        pairs = zip(self.accepted_by_fill, self.verified_by_fill, strict=True)
-        return [alpha(accepted, verified) if verified else None for accepted, verified in pairs]
-
-    @property
-    def accepted_runs(self) -> list[int]:
-        """How many drafts in a row were accepted before each rejection, the run that the end cut short included.
-
-        No token ends a run but a rejection's, so two rejections in a row have a run of 0 between them, and the runs sum
-        to the accepted drafts. Empty when no draft was verified.
-        """
-        if not self.n_verified:
-            return []
-        runs = [0]
-        for flag in self.accepted[self.prefill_tokens :]:
-            if flag:
-                runs[-1] += 1
-            else:
-                runs.append(0)
-        return runs
-
-    @property
-    def factor(self) -> float:
-        """How many cycles are worth one step of the target alone: L / (largest stage), n when the stages are equal."""
-        return cycles_a_step(self.stage_sizes)
-
-    @property
-    def equivalent_accept_length(self) -> float | None:
-        """L_acc: the theoretical speed-up while the head hides behind a stage; None before the first cycle."""
-        return accept_length(self.factor, self.new_tokens, self.cycles) if self.cycles else None
-
-    def theoretical_speedup(self, num_spec_layers: int) -> float | None:
-        """L_acc, less what a head deeper than a stage costs; None before the first cycle."""
-        costs = spd_costs(self.stage_sizes, num_spec_layers)
-        return theoretical_speedup(costs, self.new_tokens, self.cycles) if self.cycles else None
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        """Measured decode speed, prefill excluded; None without a cycle and until the generation has ended."""
-        return self.new_tokens / self.timings.decode if self.timings.decode and self.cycles else None
-
-    @property
-    def ideal_tokens_per_second(self) -> float | None:
-        """Decode speed that the run's own timers give with a device per stage and one for the head; None likewise."""
-        return self.new_tokens / self.timings.ideal_decode if self.timings.ideal_decode and self.cycles else None
-
-
 def check_limits(max_new_tokens: int, draft_top_k: int) -> None:
     """ValueError for limits that no generation can run with; cheap, so that scripts can call it before they load."""
     if not isinstance(max_new_tokens, Integral) or max_new_tokens < 1:
@@ -760,32 +452,6 @@ def check_seed(seed: int) -> None:
     """ValueError for a seed that no generator takes."""
     if not -(2**63) <= seed < 2**64:
         raise ValueError(f"seed is {seed}: it must fit 64 bits")
-
-
-def token_ids(prompt: Sequence[int] | Tensor | np.ndarray, vocab_size: int) -> list[int]:
-    """A prompt as a list of ids: from any sequence of integers, or from a tensor or an array, [S] or [1, S].
-
-    ValueError for anything else, for an empty prompt, and for an id outside 0 .. vocab_size - 1.
-    """
-    try:
-        ids = np.asarray(prompt.tolist() if isinstance(prompt, Tensor) else prompt)
-    except ValueError:  # a list of lists of several lengths
-        ids = np.asarray(None)
-    ids = ids[0] if ids.ndim == 2 and len(ids) == 1 else ids
-    if ids.ndim == 1 and not len(ids):
-        raise ValueError("the prompt is empty: give at least one token")
-    if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise ValueError(
-            f"the prompt is a {type(prompt).__name__} that holds no plain row of token ids: give a list of integers, "
-            "or a tensor of them, [S] or [1, S]; a text becomes one by encode_prompt"
-        )
-    foreign = ids[(ids < 0) | (ids >= vocab_size)]
-    if len(foreign):
-        raise ValueError(
-            f"the prompt has token id {foreign[0]}, but the target's ids are 0 .. {vocab_size - 1}: "
-            "use the tokenizer that comes with the target"
-        )
-    return ids.tolist()
 
 
 def check_attention(attn_implementation: str, draft_top_k: int, compiled: bool = False) -> None:
@@ -816,7 +482,7 @@ class Decoder:
         executor: Executor,
         drafter: Drafter | None = None,
         *,
-        sampling: Sampling = Sampling(),
+        sampling: Sampling = NEUTRAL,
         draft_top_k: int = 1,
         draft_chain: int = 0,
         sample_drafts: bool = True,
@@ -1085,7 +751,7 @@ class Generation:
             with self.timeline.rolling_back():
                 self._executor.roll_back(dead)
         node = self.tree.root
-        self._entering = [node] if verdict.accepted is None else _living(self._entering)
+        self._entering = [node] if verdict.accepted is None else living(self._entering)
 
         if self.recorder is not None:
             self.recorder.emit(node)
@@ -1098,6 +764,11 @@ class Generation:
         elif len(result.tokens) == self._max_new_tokens:
             result.stop_reason = "length"
         return TokenEvent(node.token, node.position, accepted, result.cycles)
+
+    @property
+    def recording(self) -> Recording:
+        """What `keep_trace` kept of a generation that has ended."""
+        return Recording(self.result, self.recorder, self.timeline.cycles)
 
     def trace(self, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[Span, dict]]:
         """What the stages, the head and the verification did in each cycle, for `write_trace`. Needs `keep_trace`."""
@@ -1118,67 +789,6 @@ class Generation:
             fate = "flushed" if not kept else "accepted" if emitted[position] else "corrected"
             text = " | ".join(tokenizer.decode([node.token]) for node in kept or nodes)
             yield span, {"name": text, "position": position, "candidates": len(nodes), "outcome": fate}
-
-    def pieces(self, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-        """What each emitted token completes of the text, as it streams."""
-        text = TextStream(tokenizer)
-        pieces = [text.put(token) for token in self.result.tokens]
-        return [*pieces[:-1], pieces[-1] + text.end()] if pieces else []
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Streaming
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-class TextStream:
-    """The text of tokens, as they come: every character once, with the token that completes it.
-
-    A token is decoded behind the one before it, not alone, as it could lose a blank at its border or half a character.
-    The text before those is not decoded again. (`tokenizers.DecodeStream` does as much, but fails for bytes that never
-    become a character, which a model may well sample.)
-    """
-
-    MOST_HELD = 64  # tokens without text; past so many bytes are no half of a character
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase):
-        self._decode = partial(tokenizer.decode, skip_special_tokens=True)
-        self._special = frozenset(tokenizer.all_special_ids)
-        self._tokens: list[int] = []  # the newest that gave text, then those that are held back
-        self._shown = 0  # how many of these gave text
-
-    def put(self, token: int) -> str:
-        """What one more token completes of the text: nothing after half a character, or for a special token."""
-        if token in self._special:
-            return ""
-        self._tokens.append(token)
-        text, held = self._new_text(), len(self._tokens) - self._shown
-        if (not text or text.endswith("\N{REPLACEMENT CHARACTER}")) and held < self.MOST_HELD:
-            return ""
-        return self._show(text)
-
-    def end(self) -> str:
-        """What was held back: half a character, as replacement characters."""
-        return self._show(self._new_text())
-
-    def _new_text(self) -> str:
-        shown, text = self._decode(self._tokens[: self._shown]), self._decode(self._tokens)
-        if text.startswith(shown):
-            return text[len(shown) :]
-        # Bytes that are no character can change what the bytes before them decode to. What was shown stays.
-        return self._decode(self._tokens[self._shown :])
-
-    def _show(self, text: str) -> str:
-        del self._tokens[: self._shown]
-        self._shown = len(self._tokens)
-        return text
-
-
-def paint(text: str, style: str) -> str:
-    """Text in the style of a terminal that shows any: drafts green, corrections yellow, or bold."""
-    codes = {"bold": "1", "draft": "32", "correction": "33"}
-    colored = text and sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    return f"\033[{codes[style]}m{text}\033[0m" if colored else text
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1367,7 +977,8 @@ class Demo:
             if self.args.trace:
                 traces[f"prompt {number}"] = generations["pipeline"].trace(self.tokenizer)
             if self.args.html:
-                shown.append(run_of(prompt, generations, self.setting(), self.tokenizer))
+                both = (generations[name].recording for name in ("standard", "pipeline"))
+                shown.append(run_of(prompt, *both, self.setting(), self.tokenizer))
         if traces:
             write_trace(self.args.trace, traces)
             print(f"\nTrace written to {self.args.trace}: open it at ui.perfetto.dev")
@@ -1496,59 +1107,6 @@ def shared_length(first: Sequence, second: Sequence) -> int:
     """How many items two sequences have in common from the start on."""
     pairs = zip(first, second, strict=False)
     return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
-
-
-def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer that comes with a target. ValueError, in one line, where there is none."""
-    try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError):
-        raise ValueError(f"no tokenizer at {path!r}: the target's folder must hold tokenizer.json") from None
-
-
-def unused_settings(path: str) -> list[str]:
-    """What a target's generation_config.json asks for and decoding does not do.
-
-    Its end ids are used; sampling is what the caller says, for the target and the pipeline alike.
-    """
-    try:
-        settings = GenerationConfig.from_pretrained(path).to_diff_dict()
-    except (OSError, ValueError):
-        return []
-    known = re.compile(r"_.*|.*_token_id|transformers_version|use_cache")  # used, or nothing that changes the text
-    return [name for name, value in settings.items() if value not in (None, False) and not known.fullmatch(name)]
-
-
-def print_unused_settings(path: str) -> None:
-    """Say in one line what `unused_settings` finds, if anything."""
-    unused = unused_settings(path)
-    if unused:
-        print(f"[note] of the target's generation_config.json the end ids alone are used, not {', '.join(unused)}")
-
-
-def encode_prompt(
-    tokenizer: PreTrainedTokenizerBase, prompt: str, *, chat_template: bool = True, enable_thinking: bool = False
-) -> list[int]:
-    """Token ids of a prompt, as a user's turn, or as it is without `chat_template`.
-
-    The turn is in the tokenizer's chat template, or in the plain one where it has none, as in training;
-    `enable_thinking` is for templates that have this switch. ValueError for an empty prompt, and for one that the
-    template refuses.
-    """
-    if not isinstance(prompt, str) or not is_text(prompt):
-        raise ValueError(f"the prompt is {prompt!r}: give a text that UTF-8 can write")
-    if chat_template and prompt.strip() and tokenizer.chat_template != RAW_TEMPLATE:
-        turn = [{"role": "user", "content": prompt}]
-        settings = {"chat_template": template_of(tokenizer), "enable_thinking": enable_thinking}
-        try:
-            encoded = tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=True, **settings)
-        except (TemplateError, TypeError) as error:
-            raise ValueError(f"the chat template cannot render the prompt: {first_line(error)}") from None
-        return encoded["input_ids"]
-    ids = tokenizer(prompt)["input_ids"]
-    if not prompt.strip() or not ids:
-        raise ValueError(f"the prompt {prompt!r} is empty: give at least one word")
-    return ids
 
 
 def main(args: argparse.Namespace) -> int:

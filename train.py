@@ -42,12 +42,13 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from decoding.sampling import Sampling
 from loading.chat_template import add_template_flags, check_template_flags, use_template
 from loading.checkpoint_files import CHECKPOINT_NAME
 from loading.head_values import parse_shallow_layers, parse_stage_layers
 from loading.target_config import load_target_config
 from loading.target_files import QUANTIZATIONS, check_attention_kernels, check_target_weights, quantization_of
-from pipeline_inference import Sampling, load_tokenizer
+from loading.tokenizer import load_tokenizer
 from pipeline_model import (
     ATTN_IMPLEMENTATIONS,
     HeadConfig,

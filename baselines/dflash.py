@@ -32,7 +32,8 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from baselines.common import BaselineConfig, PlainHead
 from baselines.eagle3 import ChainExecutor
-from pipeline_inference import Captured, Decoder, Node, TokenTree
+from decoding.tree import Node, TokenTree
+from pipeline_inference import Captured, Decoder
 from pipeline_model import CachePlan, HeadCache, Target, grouped_attention
 from training.loss import LOSS_CHUNK, LossTerms, TrainingLoss, rows_loss, teacher_argmax
 from training.replay import packed_attention

@@ -26,7 +26,8 @@ from torch.nn.functional import pad
 from transformers import PreTrainedConfig
 
 from baselines.common import BaselineConfig, PlainHead
-from pipeline_inference import Captured, Completed, Decoder, LocalExecutor, Logits, Node, PromptOutput, TokenTree
+from decoding.tree import Node, TokenTree
+from pipeline_inference import Captured, Completed, Decoder, LocalExecutor, Logits, PromptOutput
 from pipeline_model import (
     CachePlan,
     HeadCache,

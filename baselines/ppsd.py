@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from baselines.common import BaselineConfig, PlainHead
-from pipeline_inference import Captured, Completed, Decoder, LocalExecutor, Node, PromptOutput, TokenTree
+from decoding.tree import Node, TokenTree
+from pipeline_inference import Captured, Completed, Decoder, LocalExecutor, PromptOutput
 from pipeline_model import CachePlan, HeadCache, NodeBatch, Target
 from timeline import Timeline, stage_row
 

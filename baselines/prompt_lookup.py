@@ -15,8 +15,11 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig
 from transformers.generation import BaseStreamer
 
+from decoding.result import GenerationResult
+from decoding.sampling import Sampling
 from loading.target_config import is_linear_attention
-from pipeline_inference import GenerationResult, Sampling, check_length, check_limits, token_ids
+from loading.tokenizer import token_ids
+from pipeline_inference import check_length, check_limits
 from pipeline_model import Target
 from timeline import Timings
 

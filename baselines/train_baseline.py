@@ -45,8 +45,9 @@ from baselines.dflash import (
 from baselines.draft_opd import RolloutSettings, opd_loss, padded, roll_out
 from baselines.eagle3 import Eagle3Config, eagle3_anchors, unrolled_loss
 from baselines.ppsd import PPSDConfig
+from decoding.sampling import Sampling
 from loading.head_values import parse_stage_layers
-from pipeline_inference import Sampling, load_tokenizer
+from loading.tokenizer import load_tokenizer
 from pipeline_model import ATTN_IMPLEMENTATIONS, Target, new_head, split_layers
 from script_utils import Parser, Switch, quiet_libraries, run_script
 from training.head_loss import HeadLoss

@@ -26,8 +26,10 @@ from torch.distributed import TCPStore
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from decoding.sampling import Sampling
 from distributed_inference.launch import Checked, Lead, RankParser, RankProcess, add_arguments
-from pipeline_inference import Decoder, LocalExecutor, Sampling, encode_prompt, load_tokenizer, shared_length
+from loading.tokenizer import encode_prompt, load_tokenizer
+from pipeline_inference import Decoder, LocalExecutor, shared_length
 from pipeline_model import Target
 from script_utils import (
     DTYPES,

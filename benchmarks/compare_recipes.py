@@ -29,12 +29,13 @@ from baselines import train_baseline
 from baselines.ppsd import PPSDConfig
 from benchmarks.compare_methods import Command, is_trained, layers_read
 from decoding.metrics import accept_length, alpha
+from decoding.sampling import Sampling
 from evaluation.files import file_sha256
 from evaluation.methods import Run, build_decoder
 from evaluation.metrics import bootstrap_picks, interval
 from evaluation.prompts import encode_questions, read_questions
 from evaluation.replayed import ReplayedTexts, target_texts
-from pipeline_inference import Sampling, load_tokenizer
+from loading.tokenizer import load_tokenizer
 from pipeline_model import Target, checkpoint_file, load_head, read_checkpoint
 from script_utils import (
     Parser,

@@ -37,7 +37,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.common import head_config, native_bfloat16, new_parser, prepare, print_card
 from loading.target_files import read_text_config
-from pipeline_inference import Decoder, Generation, LocalExecutor, SPDDrafter, load_tokenizer
+from loading.tokenizer import load_tokenizer
+from pipeline_inference import Decoder, Generation, LocalExecutor, SPDDrafter
 from pipeline_model import SpeculationHead, Target, split_layers
 from script_utils import Parser, markdown_table, run_script
 

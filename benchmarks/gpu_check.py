@@ -35,16 +35,9 @@ from transformers import PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from pipeline_inference import (
-    Decoder,
-    GenerationResult,
-    LocalExecutor,
-    SPDDrafter,
-    encode_prompt,
-    load_tokenizer,
-    logit_gap,
-    shared_length,
-)
+from decoding.result import GenerationResult
+from loading.tokenizer import encode_prompt, load_tokenizer
+from pipeline_inference import Decoder, LocalExecutor, SPDDrafter, logit_gap, shared_length
 from pipeline_model import Target, load_head, save_head
 from script_utils import (
     Parser,

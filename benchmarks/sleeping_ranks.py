@@ -20,12 +20,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from decoding.result import GenerationResult
+from decoding.tree import TokenTree
 from distributed_inference.emulation import exact_sleeps
 from distributed_inference.layout import DRAFT_RANK, Layout
 from distributed_inference.remote import Pipeline, RemoteExecutor
 from distributed_inference.stages import Setup, StageServer
 from distributed_inference.startup import Group
-from pipeline_inference import Decoder, GenerationResult, LocalExecutor, TokenTree
+from pipeline_inference import Decoder, LocalExecutor
 from pipeline_model import CachePlan, NodeBatch, auto_anchors, layers_available
 
 VOCAB = 1000

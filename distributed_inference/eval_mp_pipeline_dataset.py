@@ -33,7 +33,8 @@ from evaluation.metrics import Row, sample_row
 from evaluation.plan import PlannedRun, Planner
 from evaluation.prompts import Sample
 from evaluation.workers import WARMUP_PROMPT, Task, compared, sample_seed
-from pipeline_inference import Decoder, Generation, print_unused_settings
+from loading.tokenizer import print_unused_settings
+from pipeline_inference import Decoder, Generation
 from script_utils import Switch, lock_folder
 from timeline import stage_row
 

@@ -17,25 +17,15 @@ from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from decoding.result import TokenEvent
+from decoding.sampling import Sampling
+from decoding.text import TextStream, paint
 from distributed_inference.cycle_profile import Cycle, cycles, write_reports
 from distributed_inference.launch import Checked, Lead, RankParser, add_arguments
 from distributed_inference.self_launch import run
 from loading.chat_template import use_template
-from pipeline_inference import (
-    PROMPTS,
-    Decoder,
-    Generation,
-    Sampling,
-    TextStream,
-    TokenEvent,
-    encode_prompt,
-    load_tokenizer,
-    page_facts,
-    page_title,
-    paint,
-    print_unused_settings,
-    result_line,
-)
+from loading.tokenizer import encode_prompt, load_tokenizer, print_unused_settings
+from pipeline_inference import PROMPTS, Decoder, Generation, page_facts, page_title, result_line
 from script_utils import check_output_file
 from timeline import stage_row, time_table
 from viewer.page import Setting, run_of, write_page
@@ -99,8 +89,8 @@ class Example:
             if args.trace:
                 traces[f"prompt {number}"] = generation.trace(self.tokenizer)
             if args.html:
-                both = {"standard": self._alone(lead, sampling, ids), "pipeline": generation}
-                shown.append(run_of(prompt, both, setting, self.tokenizer))
+                alone = self._alone(lead, sampling, ids)
+                shown.append(run_of(prompt, alone.recording, generation.recording, setting, self.tokenizer))
         write_reports(args, {"all prompts": profile}, traces)
         if shown:
             write_page(args.html, setting, shown)

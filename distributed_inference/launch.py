@@ -25,6 +25,7 @@ import transformers
 from transformers import PreTrainedConfig
 
 from decoding.compiled import NotCompiled
+from decoding.sampling import Sampling
 from decoding.stage import Stage
 from distributed_inference.addresses import public_addresses
 from distributed_inference.connections import LostRank
@@ -50,7 +51,6 @@ from loading.target_files import check_compiled, check_target_weights, target_fi
 from pipeline_inference import (
     Decoder,
     Drafter,
-    Sampling,
     SPDDrafter,
     add_decoding_arguments,
     add_model_arguments,

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from decoding.nodes import HostCopies, NodeBoard
 from decoding.stage import Stage
+from decoding.tree import Node
 from distributed_inference.layout import DRAFT_RANK
 from distributed_inference.links import Link
 from distributed_inference.messages import Batch, Kind, Start
 from distributed_inference.stages import SPAN_FIELDS, Setup, prompt_chunks, reported_spans
-from pipeline_inference import Captured, Completed, Logits, Node, PromptOutput
+from pipeline_inference import Captured, Completed, Logits, PromptOutput
 from pipeline_model import CachePlan, Target
 from timeline import WAIT, Timeline, stage_row
 

@@ -12,6 +12,7 @@ pipeline of ranks begin with `mp_pipeline_eval` instead, so both evaluations can
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import os
@@ -36,15 +37,19 @@ LONGEST_NAME = 240  # bytes of a file name: file systems take 255, and temporary
 # The code that makes tokens and times: rows of two versions of it are not mixed.
 DECODING_CODE = (
     "pipeline_model.py",
-    "loading/head_values.py",
-    "loading/checkpoint_files.py",
-    "loading/target_config.py",
-    "loading/target_files.py",
-    "decoding/nodes.py",
-    "decoding/compiled.py",
-    "decoding/stage.py",
     "pipeline_inference.py",
     "timeline.py",
+    "decoding/compiled.py",
+    "decoding/nodes.py",
+    "decoding/sampling.py",
+    "decoding/stage.py",
+    "decoding/tree.py",
+    "loading/chat_template.py",
+    "loading/checkpoint_files.py",
+    "loading/head_values.py",
+    "loading/target_config.py",
+    "loading/target_files.py",
+    "loading/tokenizer.py",
 )
 
 
@@ -69,9 +74,24 @@ def files_sha256(paths: Iterable[Path]) -> str:
 
 
 def code_fingerprint(more: Iterable[str] = ()) -> str:
-    """A hash of the decoding code, and of more files that a method needs."""
+    """A hash of the decoding code, and of more files that a method needs; comments and docstrings do not count.
+
+    Rows with an older fingerprint are not reused: nobody can tell whether the change between the two versions changes
+    their tokens or times.
+    """
     folder = Path(__file__).parents[1]
-    return files_sha256(folder / name for name in (*DECODING_CODE, *more))
+    code = [(name, statements((folder / name).read_text(encoding="utf-8"))) for name in sorted({*DECODING_CODE, *more})]
+    return hashlib.sha256(repr(code).encode()).hexdigest()
+
+
+def statements(source: str) -> str:
+    """Python code without its comments, docstrings and layout."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        documented = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+        if documented and ast.get_docstring(node, clean=False) is not None:
+            node.body[0] = ast.Pass()
+    return ast.unparse(tree)
 
 
 def device_name(device: torch.device, threads: int) -> str:

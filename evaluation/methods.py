@@ -11,7 +11,8 @@ from baselines.eagle3 import Eagle3Config, eagle3_decoder
 from baselines.ppsd import PPSDConfig, ppsd_decoder
 from baselines.prompt_lookup import PromptLookup
 from decoding.metrics import Costs, block_costs, chain_costs, ppsd_costs, spd_costs
-from pipeline_inference import Decoder, LocalExecutor, Sampling, SPDDrafter
+from decoding.sampling import Sampling
+from pipeline_inference import Decoder, LocalExecutor, SPDDrafter
 from pipeline_model import HeadConfig, Target, load_head
 
 

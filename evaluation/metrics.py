@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from decoding.metrics import Costs, accept_length, alpha, closed_form, theoretical_speedup
+from decoding.result import GenerationResult
 from evaluation.prompts import OFFICIAL_SETS, Sample
-from pipeline_inference import GenerationResult, shared_length
+from pipeline_inference import shared_length
 from script_utils import first_line, markdown_table
 from timeline import Timings, time_table
 

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from baselines.dflash import check_block_size
 from baselines.prompt_lookup import check_prompt_lookup
+from decoding.sampling import Sampling
 from evaluation.files import (
     RowLog,
     RunFiles,
@@ -37,7 +38,8 @@ from loading.chat_template import check_template_flags, template_setting, use_te
 from loading.checkpoint_files import checkpoint_file
 from loading.target_config import default_target_path, load_target_config
 from loading.target_files import check_compiled, check_target_weights, target_fingerprint
-from pipeline_inference import Sampling, check_attention, check_limits, load_tokenizer
+from loading.tokenizer import load_tokenizer
+from pipeline_inference import check_attention, check_limits
 from pipeline_model import HeadConfig, read_checkpoint, read_head
 from script_utils import check_output_folder, resolve_dtype
 

@@ -16,7 +16,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from pipeline_inference import check_length, encode_prompt
+from loading.tokenizer import encode_prompt
+from pipeline_inference import check_length
 from script_utils import is_text, read_text
 
 QUESTION_FILE = "question.jsonl"

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from decoding.sampling import Sampling
 from evaluation.prompts import Sample
-from pipeline_inference import Decoder, LocalExecutor, Sampling
+from pipeline_inference import Decoder, LocalExecutor
 from pipeline_model import SpeculationHead, Target
 from script_utils import write_json
 from training.forward import teacher_features

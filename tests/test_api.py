@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from baselines.prompt_lookup import PromptLookup
-from pipeline_inference import Decoder, LocalExecutor, Sampling, SPDDrafter, logit_gap
+from decoding.sampling import Sampling
+from pipeline_inference import Decoder, LocalExecutor, SPDDrafter, logit_gap
 from tests.tiny import hf_greedy, random_prompt, spd_decoder, tiny_head, tiny_target
 
 IDS = [5, 17, 3]

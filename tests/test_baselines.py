@@ -24,9 +24,10 @@ from decoding.metrics import (
     ppsd_costs,
     spd_costs,
 )
+from decoding.sampling import Sampling
 from evaluation.methods import METHODS, Run
 from loading.checkpoint_files import CHECKPOINT_NAME
-from pipeline_inference import Completed, Decoder, Logits, PromptOutput, Sampling
+from pipeline_inference import Completed, Decoder, Logits, PromptOutput
 from pipeline_model import Target, load_head, save_head
 from script_utils import run_script
 from tests.test_eval import TEMPLATE, read_rows, rows_of, summary_of

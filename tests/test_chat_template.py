@@ -13,7 +13,7 @@ from distributed_inference import eval_mp_pipeline_dataset, example_mp_pipeline_
 from draft_vocab import build_draft_vocab
 from eval_data import download
 from loading.chat_template import add_template_flags, read_template, use_template
-from pipeline_inference import encode_prompt
+from loading.tokenizer import encode_prompt
 from script_utils import Parser
 from tests.test_conversation_data import CHATML, QWEN3, make_tokenizer
 from training import generate_answers

@@ -18,9 +18,11 @@ import eval as eval_script
 import pipeline_inference
 import timeline
 from benchmarks import colocated_speed
+from decoding.sampling import Verdict
 from distributed_inference import eval_mp_pipeline_dataset, example_mp_pipeline_generate
 from loading.checkpoint_files import CHECKPOINT_NAME
-from pipeline_inference import PROMPTS, Decoder, Demo, Verdict, build_parser, encode_prompt, main, unused_settings
+from loading.tokenizer import encode_prompt, unused_settings
+from pipeline_inference import PROMPTS, Decoder, Demo, build_parser, main
 from pipeline_model import Target, load_head, save_head
 from planning import plan_stages
 from script_utils import Parser, atomic_open, first_line, quiet_libraries, run_script

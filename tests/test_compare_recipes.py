@@ -7,9 +7,9 @@ import pytest
 
 from benchmarks import compare_recipes
 from benchmarks.compare_recipes import ARMS, Estimate, Figures
+from decoding.sampling import Sampling
 from evaluation.prompts import Sample
 from evaluation.replayed import ReplayedTexts, target_texts
-from pipeline_inference import Sampling
 from pipeline_model import save_head
 from tests.test_train import make_tokenizer, write_language
 from tests.tiny import VOCAB, random_prompt, spd_decoder, tiny_head, tiny_model, tiny_target

@@ -19,12 +19,13 @@ import pipeline_inference
 from baselines.eagle3 import eagle3_decoder
 from baselines.ppsd import ppsd_decoder
 from decoding.compiled import NotCompiled, _empty
+from decoding.sampling import Sampling
 from decoding.stage import StaticForward
 from evaluation.methods import Run
 from evaluation.plan import Planner
 from evaluation.workers import Evaluator, TargetOptions
 from loading.target_files import check_compiled
-from pipeline_inference import Decoder, LocalExecutor, Sampling, SPDDrafter, logit_gap
+from pipeline_inference import Decoder, LocalExecutor, SPDDrafter, logit_gap
 from pipeline_model import SLOT_STEP, Target, save_head
 from script_utils import run_script
 from tests.tiny import (

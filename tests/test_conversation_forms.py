@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 import train
 from evaluation.prompts import read_questions
-from pipeline_inference import encode_prompt
+from loading.tokenizer import encode_prompt
 from script_utils import run_record, write_json
 from tests.test_conversation_data import (
     CHATML,

@@ -12,8 +12,9 @@ from torch.overrides import TorchFunctionMode
 
 from baselines.ppsd import ppsd_decoder
 from decoding.nodes import HostCopies
+from decoding.sampling import Sampling
 from distributed_inference.remote import RemoteExecutor, _Arrival, _Flight
-from pipeline_inference import Decoder, LocalExecutor, Sampling, SPDDrafter
+from pipeline_inference import Decoder, LocalExecutor, SPDDrafter
 from tests.tiny import hf_greedy, oracle, random_prompt, tiny_head, tiny_model, tiny_target
 from tests.tiny_baselines import shadow, tiny_ppsd
 

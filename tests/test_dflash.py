@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, models
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast
 
+import decoding.sampling
 import pipeline_inference
 from baselines import train_baseline
 from baselines.dflash import (
@@ -33,7 +34,8 @@ from baselines.dflash import (
 )
 from baselines.eagle3 import ChainExecutor
 from baselines.train_baseline import DFlashLoss
-from pipeline_inference import Completed, Decoder, LocalExecutor, Logits, PromptOutput, Sampling
+from decoding.sampling import Sampling
+from pipeline_inference import Completed, Decoder, LocalExecutor, Logits, PromptOutput
 from pipeline_model import CachePlan, load_head, save_head
 from tests.tiny import VOCAB, hf_greedy, layer_outputs, oracle, random_prompt, tiny_target
 from tests.tiny_baselines import shadow, tiny_dflash, tiny_eagle3
@@ -619,14 +621,15 @@ class Enumeration:
     """Takes the place of every random decision of the decode loop, and goes through all of them."""
 
     def __init__(self, monkeypatch):
-        monkeypatch.setattr(pipeline_inference, "draw", lambda p, _: torch.tensor(self._decide(p.tolist())))
-        true = pipeline_inference.acceptance_probability
+        for module in (pipeline_inference, decoding.sampling):
+            monkeypatch.setattr(module, "draw", lambda p, _: torch.tensor(self._decide(p.tolist())))
+        true = decoding.sampling.acceptance_probability
 
         def accepted(*arguments):
             kept = true(*arguments)
             return (-1.0, 2.0)[self._decide([1 - kept, kept])]  # below or above any uniform number
 
-        monkeypatch.setattr(pipeline_inference, "acceptance_probability", accepted)
+        monkeypatch.setattr(decoding.sampling, "acceptance_probability", accepted)
 
     def _decide(self, probabilities):
         if self._place == len(self._script):

@@ -12,6 +12,7 @@ from datetime import timedelta
 import pytest
 import torch
 
+from decoding.sampling import Sampling
 from decoding.stage import Stage, StaticForward
 from distributed_inference import stages
 from distributed_inference.layout import DRAFT_RANK, Layout
@@ -19,7 +20,7 @@ from distributed_inference.messages import Batch, Start, header_size
 from distributed_inference.remote import Pipeline, RemoteExecutor
 from distributed_inference.stages import PREFILL_CHUNK, Setup, StageServer, prompt_chunks
 from distributed_inference.startup import Group
-from pipeline_inference import Decoder, LocalExecutor, Sampling, SPDDrafter
+from pipeline_inference import Decoder, LocalExecutor, SPDDrafter
 from pipeline_model import CachePlan, NodeRow, Target
 from tests.ranks import ranks
 from tests.tiny import (

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 import eval as evaluation
+from decoding.sampling import Sampling
 from distributed_inference import eval_mp_pipeline_dataset, example_mp_pipeline_generate, launch, self_launch
 from distributed_inference.eval_mp_pipeline_dataset import DistributedEvaluation
 from distributed_inference.example_mp_pipeline_generate import PROMPT, Example
 from distributed_inference.launch import Checked, Lead, choose_device
 from distributed_inference.self_launch import plan_launches, start_ranks
 from distributed_inference.startup import Environment
-from pipeline_inference import Sampling
 from pipeline_model import Target, save_head
 from tests.ranks import evaluate, ranks
 from tests.tiny import hf_greedy, save_target, tiny_head, tiny_model

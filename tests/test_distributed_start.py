@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from benchmarks import colocated_speed
+from decoding.sampling import Sampling
 from decoding.stage import Stage
 from distributed_inference.example_mp_pipeline_generate import PROMPT as EXAMPLE_PROMPT
 from distributed_inference.launch import RankParser, add_arguments
@@ -26,7 +27,7 @@ from distributed_inference.stages import StageServer
 from distributed_inference.startup import check_same
 from evaluation.prompts import Sample
 from evaluation.workers import sample_seed
-from pipeline_inference import Generation, Sampling
+from pipeline_inference import Generation
 from pipeline_model import Target, TargetPart, load_head, save_head
 from tests.ranks import CONTEXT, evaluate, generate, ranks
 from tests.tiny import FAMILIES, VOCAB, hf_greedy, save_target, spd_decoder, tiny_head, tiny_model

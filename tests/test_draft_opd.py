@@ -7,7 +7,7 @@ import torch
 from baselines import train_baseline
 from baselines.dflash import DFlashDrafter, new_dflash_head
 from baselines.draft_opd import Rollout, RolloutSettings, Round, opd_loss, padded, roll_out, slots_of
-from pipeline_inference import Sampling
+from decoding.sampling import Sampling
 from tests.test_dflash import deep_target, drafter_for, reference_block
 from tests.tiny import VOCAB, hf_greedy, random_prompt
 from training.forward import teacher_features

@@ -18,6 +18,7 @@ import torch
 import eval
 import pipeline_inference
 from decoding.metrics import spd_costs
+from decoding.sampling import Sampling, Verdict
 from eval import build_parser, main
 from evaluation import files as evaluation_files
 from evaluation import plan as evaluation_plan
@@ -27,7 +28,7 @@ from evaluation.plan import Planner, parse_devices
 from evaluation.prompts import Sample
 from evaluation.workers import Evaluator, sample_seed
 from loading.checkpoint_files import CHECKPOINT_NAME
-from pipeline_inference import Decoder, Sampling, Verdict
+from pipeline_inference import Decoder
 from pipeline_model import Target, load_head, save_head
 from script_utils import run_script
 from tests.tiny import CHAT_TEMPLATE, hf_greedy, save_target, spd_decoder, tiny_head, tiny_target
@@ -613,6 +614,17 @@ def test_what_changes_an_answer_never_shares_a_baseline(files, tmp_path, monkeyp
     assert is_new()
     monkeypatch.setattr(evaluation_files, "DECODING_CODE", ("timeline.py",))
     assert is_new()
+
+
+def test_a_fingerprint_sees_code_and_not_words():
+    """Guards against rows that a comment makes useless, and rows of other code under the same fingerprint."""
+    code = {
+        "first": '"""About it."""\n\n\ndef f(x):\n    """Twice x."""\n    return 2 * x  # doubled\n',
+        "words": '"""Else."""\ndef f(x):\n    """2x."""\n\n    return (2 * x)\n',
+        "number": "def f(x):\n    return 3 * x\n",
+    }
+    marks = {name: evaluation_files.statements(text) for name, text in code.items()}
+    assert marks["first"] == marks["words"] != marks["number"]
 
 
 def test_thinking_and_template_change_the_prompt(files, tmp_path, decoded, no_plots):

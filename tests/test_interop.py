@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline_inference import Decoder, LocalExecutor, Sampling
+from decoding.sampling import Sampling
+from pipeline_inference import Decoder, LocalExecutor
 from pipeline_model import Target, load_head
 from tests.tiny import random_prompt, spd_decoder, tiny_head, tiny_target
 

@@ -10,7 +10,9 @@ from functools import lru_cache
 import pytest
 import torch
 
-from pipeline_inference import Decoder, LocalExecutor, Sampling, TokenEvent
+from decoding.result import TokenEvent
+from decoding.sampling import Sampling
+from pipeline_inference import Decoder, LocalExecutor
 from pipeline_model import Target
 from tests.tiny import (
     FAMILIES,

@@ -11,6 +11,7 @@ from decoding.metrics import (
     iid_accept_length,
     spd_costs,
 )
+from decoding.result import GenerationResult
 from evaluation.files import MP_PREFIX, RowLog, RunFiles, read_summaries
 from evaluation.metrics import (
     METRICS,
@@ -29,7 +30,7 @@ from evaluation.metrics import (
 )
 from evaluation.plots import plot_summary
 from evaluation.prompts import Sample
-from pipeline_inference import GenerationResult, LocalExecutor
+from pipeline_inference import LocalExecutor
 from script_utils import write_json
 from tests.tiny import hf_greedy, oracle, random_prompt, scripted_decoder, tiny_target
 from timeline import Timings

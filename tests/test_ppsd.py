@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from baselines.ppsd import FirstStageExecutor, PPSDConfig, ppsd_decoder
-from pipeline_inference import Decoder, Node
+from decoding.tree import Node
+from pipeline_inference import Decoder
 from pipeline_model import load_head, save_head
 from tests.test_verification import FILTERED, NEUTRAL, exact_pairs, excesses, sampled_pairs
 from tests.tiny import hf_greedy, layer_outputs, oracle, random_prompt, spd_decoder, tiny_head, tiny_model, tiny_target

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline_inference import Decoder, Sampling
+from decoding.sampling import Sampling
+from pipeline_inference import Decoder
 from tests.tiny import random_prompt, spd_decoder, tiny_head, tiny_target
 from training.forward import draft_rows, teacher_features
 from training.replay import (

@@ -14,9 +14,10 @@ from baselines.eagle3 import eagle3_decoder
 from baselines.ppsd import ppsd_decoder
 from baselines.prompt_lookup import PromptLookup
 from decoding.nodes import NodeBoard
+from decoding.sampling import Sampling
 from decoding.stage import Stage
 from loading.target_config import check_supported, layer_types
-from pipeline_inference import LocalExecutor, Sampling, check_attention
+from pipeline_inference import LocalExecutor, check_attention
 from pipeline_model import CachePlan, Masks, NodeRow, window_mask
 from tests import tiny
 from tests.tiny import (

@@ -9,7 +9,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from pipeline_inference import TextStream, build_parser, main
+from decoding.text import TextStream
+from pipeline_inference import build_parser, main
 from pipeline_model import Target, save_head
 from tests.tiny import hf_greedy, save_target, spd_decoder, tiny_head
 

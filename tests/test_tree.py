@@ -8,7 +8,8 @@ from functools import lru_cache
 import pytest
 import torch
 
-from pipeline_inference import Decoder, LocalExecutor, SPDDrafter, TokenTree
+from decoding.tree import TokenTree
+from pipeline_inference import Decoder, LocalExecutor, SPDDrafter
 from pipeline_model import layers_available
 from tests.tiny import (
     VOCAB,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import pipeline_inference
-from pipeline_inference import Sampling, Verdict, acceptance_probability, draw, residual, verify
+from decoding.sampling import Sampling, Verdict, acceptance_probability, draw, residual, verify
 from tests.tiny import scripted_decoder, spd_decoder, tiny_head, tiny_target
 
 NEUTRAL = Sampling(temperature=1.0)

@@ -14,10 +14,11 @@ from collections import Counter, deque
 import pytest
 
 import eval as evaluation
+from decoding.tree import TokenTree
 from evaluation.files import RunFiles, read_runs
 from evaluation.metrics import summarise
 from evaluation.summary_page import write_summary_page
-from pipeline_inference import Decoder, LocalExecutor, TokenTree, build_parser, check_arguments, main
+from pipeline_inference import Decoder, LocalExecutor, build_parser, check_arguments, main
 from pipeline_model import Target, save_head
 from script_utils import write_json
 from tests.test_metrics import COSTS, hand_made_rows
@@ -88,7 +89,11 @@ def generations(width=1, lag=0, watched=False, count=COUNT):
 
 
 def run(prompt="Hello", **settings):
-    return run_of(prompt, generations(**settings), SETTING, Words())
+    return shown(generations(**settings), prompt)
+
+
+def shown(both, prompt="x"):
+    return run_of(prompt, both["standard"].recording, both["pipeline"].recording, SETTING, Words())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -134,13 +139,13 @@ def test_cells_and_counts_are_those_of_the_run(width, lag, monkeypatch):
 def test_times_are_the_run_s_own():
     """Guards against a race in other times than the printed tokens/s and the ideal time of the evaluation."""
     both = generations()
-    shown, timings = run_of("", both, SETTING, Words()), both["pipeline"].result.timings
-    assert sum(shown["seconds"]["cycle"]) == pytest.approx(timings.decode, abs=1e-4)
-    assert sum(shown["seconds"]["ideal"]) == pytest.approx(timings.ideal_decode, abs=1e-4)
-    speeds = [lane["speed"] for lane in shown["lanes"]]
+    run, timings = shown(both), both["pipeline"].result.timings
+    assert sum(run["seconds"]["cycle"]) == pytest.approx(timings.decode, abs=1e-4)
+    assert sum(run["seconds"]["ideal"]) == pytest.approx(timings.ideal_decode, abs=1e-4)
+    speeds = [lane["speed"] for lane in run["lanes"]]
     measured = [both[name].result.tokens_per_second for name in ("standard", "pipeline")]
     assert speeds == pytest.approx([*measured, (COUNT - 1) / timings.ideal_decode], rel=1e-3)
-    for lane in shown["lanes"]:
+    for lane in run["lanes"]:
         assert lane["times"] == sorted(lane["times"])
         assert len(lane["times"]) == len(lane["pieces"]) == COUNT
         assert lane["times"][0] == 0
@@ -320,9 +325,7 @@ def test_stepping_through_a_run_shows_its_counts(browse, width, lag, screen):
     """Guards against a page that draws other tokens than the run had, loses its keys, or is wider than the screen."""
     both = generations(width, lag)
     result, recorder = both["pipeline"].result, both["pipeline"].recorder
-    document, console = browse(
-        driven(page(SETTING, [run_of("x", both, SETTING, Words())]), stepping(result.cycles)), screen
-    )
+    document, console = browse(driven(page(SETTING, [shown(both)]), stepping(result.cycles)), screen)
     assert console == []
     report = reported(document)
     assert report["errors"] == []
@@ -347,7 +350,7 @@ def test_stepping_through_a_run_shows_its_counts(browse, width, lag, screen):
 def test_thousands_of_cycles_draw_what_is_in_sight(browse):
     """Guards against a page of a long run that takes seconds for every scroll."""
     both = generations()
-    short = run_of("x", both, SETTING, Words())
+    short = shown(both)
     times = 2000 // len(short["cells"]) + 1
     for name in ("cells", "drafts", "heads", "verdicts"):
         short[name] = short[name] * times

@@ -20,7 +20,8 @@ from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5Moe
 from transformers.models.qwen3_moe import Qwen3MoeConfig
 
 from decoding.stage import StaticForward
-from pipeline_inference import Decoder, LocalExecutor, SPDDrafter, TokenTree
+from decoding.tree import TokenTree
+from pipeline_inference import Decoder, LocalExecutor, SPDDrafter
 from pipeline_model import HeadConfig, SpeculationHead, Target, auto_anchors, split_layers
 
 VOCAB = 61

@@ -11,7 +11,8 @@ from baselines.common import BaselineConfig
 from baselines.dflash import DFlashConfig, DFlashHead, dflash_anchors
 from baselines.eagle3 import Eagle3Config, eagle3_anchors
 from baselines.ppsd import PPSDConfig
-from pipeline_inference import Decoder, Drafter, TokenTree
+from decoding.tree import TokenTree
+from pipeline_inference import Decoder, Drafter
 from pipeline_model import SpeculationHead, Target
 
 

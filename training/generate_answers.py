@@ -28,10 +28,11 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from decoding.sampling import Sampling
 from loading.chat_template import add_template_flags, check_template_flags, use_template
 from loading.target_config import load_target_config
 from loading.target_files import check_attention_kernels, check_target_weights
-from pipeline_inference import Sampling, load_tokenizer
+from loading.tokenizer import load_tokenizer
 from pipeline_model import ATTN_IMPLEMENTATIONS, Target
 from script_utils import (
     Parser,

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from decoding.metrics import accept_length, alpha
-from pipeline_inference import Sampling
+from decoding.sampling import Sampling
 from pipeline_model import SpeculationHead, Target, grouped_attention
 from training.loss import LOSS_CHUNK
 

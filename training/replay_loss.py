@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline_inference import Sampling
+from decoding.sampling import Sampling
 from pipeline_model import SpeculationHead, Target
 from training.loss import KL, LossTerms, TrainingLoss, distillation_loss
 from training.replay import Trace, TraceCounts, bernoulli_flags, packed_rows, replay_flags, run_values

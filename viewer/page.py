@@ -15,16 +15,14 @@ from itertools import accumulate
 from math import exp
 from pathlib import Path
 from string import Template
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from decoding.text import pieces
 from script_utils import atomic_open
 from timeline import DRAFT, VERIFY, WAIT, ideal_seconds, stage_row
-from viewer.recording import Draft, Fate, Token, by_cycle, staircase, tokens_of
-
-if TYPE_CHECKING:
-    from pipeline_inference import Generation
+from viewer.recording import Draft, Fate, Recording, Token, by_cycle, staircase, tokens_of
 
 FOLDER = Path(__file__).parent
 DIGITS = 7  # of seconds: tenths of a microsecond
@@ -45,10 +43,9 @@ class Setting:
 
 
 def run_of(
-    prompt: str, generations: Mapping[str, Generation], setting: Setting, tokenizer: PreTrainedTokenizerBase
+    prompt: str, standard: Recording, pipeline: Recording, setting: Setting, tokenizer: PreTrainedTokenizerBase
 ) -> Run:
-    """What the page shows of a prompt: of the generations "standard" and "pipeline", both ended and recorded."""
-    standard, pipeline = generations["standard"], generations["pipeline"]
+    """What the page shows of a prompt, decoded by the target alone and by the pipeline."""
     result, recorder = pipeline.result, pipeline.recorder
     tokens = tokens_of(recorder, result.accepted)
     sizes = result.stage_sizes
@@ -106,10 +103,10 @@ def _head(draft: Draft, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     return shown
 
 
-def _cycle_seconds(generation: Generation, verify_lag: int) -> dict[str, list]:
+def _cycle_seconds(recording: Recording, verify_lag: int) -> dict[str, list]:
     """Seconds of each cycle: of the whole, of its parts, and with a device a stage."""
-    num_stages, whole = len(generation.result.stage_sizes), generation.recorder.seconds
-    rows = [*generation.timeline.cycles, *({} for _ in whole)][: len(whole)]
+    num_stages, whole = len(recording.result.stage_sizes), recording.recorder.seconds
+    rows = [*recording.cycles, *({} for _ in whole)][: len(whole)]
     names = {DRAFT: DRAFT, VERIFY: VERIFY, WAIT: WAIT} | {stage_row(stage): stage for stage in range(num_stages)}
     parts = {key: [round(row.get(name, 0.0), DIGITS) for row in rows] for name, key in names.items()}
     return {
@@ -121,13 +118,13 @@ def _cycle_seconds(generation: Generation, verify_lag: int) -> dict[str, list]:
 
 
 def _lanes(
-    standard: Generation, pipeline: Generation, setting: Setting, tokenizer: PreTrainedTokenizerBase
+    standard: Recording, pipeline: Recording, setting: Setting, tokenizer: PreTrainedTokenizerBase
 ) -> list[dict[str, Any]]:
     """The race: who writes which piece of text when, in seconds since the prompt was read."""
     ideal = _cycle_seconds(pipeline, setting.verify_lag)["ideal"]
-    written = pipeline.pieces(tokenizer)
+    alone, written = pieces(standard.result.tokens, tokenizer), pieces(pipeline.result.tokens, tokenizer)
     return [
-        _lane("standard", setting.baseline, standard, standard.recorder.seconds, standard.pieces(tokenizer)),
+        _lane("standard", setting.baseline, standard, standard.recorder.seconds, alone),
         _lane("pipeline, as measured", setting.placement, pipeline, pipeline.recorder.seconds, written),
         _lane(
             "pipeline, ideal",
@@ -139,17 +136,17 @@ def _lanes(
     ]
 
 
-def _lane(name: str, note: str, generation: Generation, seconds: Sequence[float], pieces: list[str]) -> dict[str, Any]:
+def _lane(name: str, note: str, recording: Recording, seconds: Sequence[float], written: list[str]) -> dict[str, Any]:
     """seconds: of each cycle. The prefill's token is there from the start."""
     ends = [0.0, *accumulate(seconds)]
-    times = [round(ends[cycle + 1], DIGITS) for _, cycle in generation.recorder.emitted]
-    new_tokens, total = generation.result.new_tokens, ends[-1]
+    times = [round(ends[cycle + 1], DIGITS) for _, cycle in recording.recorder.emitted]
+    new_tokens, total = recording.result.new_tokens, ends[-1]
     return {
         "name": name,
         "note": note,
-        "pieces": pieces,
+        "pieces": written,
         "times": times,
-        "fates": ["accepted" if flag else "corrected" for flag in generation.result.accepted],
+        "fates": ["accepted" if flag else "corrected" for flag in recording.result.accepted],
         "speed": new_tokens / total if total else None,
     }
 

@@ -7,16 +7,16 @@ staircase   which of them each stage ran in each cycle
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import exp
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from pipeline_inference import Node
+from decoding.result import GenerationResult
+from decoding.tree import Node
 
 PREFILL_CYCLE = -1  # "cycle" of what the prefill emits; the first cycle is 0
 
@@ -73,6 +73,14 @@ class Recorder:
     def emit(self, node: Node) -> None:
         self.parents.setdefault(node, node.parent)
         self.emitted.append((node, len(self.entered) - 1))
+
+
+class Recording(NamedTuple):
+    """A generation that has ended, with what was recorded of it."""
+
+    result: GenerationResult
+    recorder: Recorder
+    cycles: Sequence[Mapping[str, float]]  # seconds of each cycle, by the row of the timeline
 
 
 @dataclass

@@ -24,7 +24,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from datetime import timedelta
@@ -81,9 +81,9 @@ from training.conversations import OVERFLOW_POLICIES, ConversationData, PadColla
 from training.feature_cache import FeatureCache, open_caches
 from training.forward import teacher_features
 from training.head_loss import HeadLoss, ReplayLoss
+from training.held_out import BEST_NAME, EarlyStopping, HeldOutTraces, copy_best, keep_best
 from training.loss import LOSS_KINDS, LossTerms, TrainingLoss
 from training.optimizers import SCHEDULES, build_optimizers, lr_factor, scale_lr
-from training.replay import TraceCounts
 from training.replay_loss import TRACES, ReplaySettings
 from training.run_state import (
     LOG_NAME,
@@ -108,6 +108,7 @@ from training.run_state import (
 MAX_SKIPPED_IN_ROW = 5
 MAX_LENGTH = 2048  # tokens of an example, unless the flag says otherwise
 HEAD_INITS = ("random", "identity", "late_layers", "identity+late_layers")
+STOP_PATIENCE = 3  # validations without a better head, unless the flag says otherwise
 FAR_VOCABULARY = 0.05  # of the target's vocabulary: padding and added tokens are less
 TRAINING_ATTENTION = (*ATTN_IMPLEMENTATIONS, "flex_attention")  # the last: the head's, with sdpa for the target
 TARGET_DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -298,6 +299,12 @@ def add_run_flags(parser: Parser) -> None:
     run.add_argument("--resume_from", help="a checkpoint folder, or auto: the newest in output_dir, if any")
     run.add_argument("--log_interval", type=COUNT, default=10, help="steps between lines of the log")
     run.add_argument("--eval_interval", type=COUNT, default=500, help="steps between validations; one more at the end")
+    run.add_argument(
+        "--stop_on",
+        choices=["trace_alpha"],
+        help="end when decoding would accept no more of the held-out answers than before, and keep the best head",
+    )
+    run.add_argument("--stop_patience", type=COUNT, help="stop_on: validations without a better head; default: 3")
     run.add_argument("--save_interval", type=COUNT, default=500, help="steps between checkpoints")
     run.add_argument("--keep_checkpoints", type=COUNT, default=2, help="newest checkpoints that stay")
     run.add_argument("--tracker", default="none", choices=["none", "tensorboard", "wandb"], help="beside log.jsonl")
@@ -374,6 +381,10 @@ def check_launch(args: argparse.Namespace) -> None:
         raise ValueError("--feature_cache_layers needs --feature_cache, the folder")
     if args.lr_adamw is not None and args.optimizer != "muon":
         raise ValueError("--lr_adamw belongs to --optimizer muon: set --lr alone")
+    if args.stop_patience is not None and args.stop_on is None:
+        raise ValueError("--stop_patience belongs to --stop_on: add it, or leave --stop_patience out")
+    if args.stop_on is not None and args.val_fraction == 0:
+        raise ValueError(f"--stop_on {args.stop_on} needs held-out examples: give a --val_fraction above 0")
 
 
 def check_head_flags(args: argparse.Namespace) -> None:
@@ -614,6 +625,18 @@ class Trainer:
         self.suspects: list[str] = []  # examples of the last skipped step
         self.saved_step: int | None = None  # of the newest checkpoint in the output folder, if it is this run's
         self.caches = self.open_caches()
+        self.early = self.early_stopping()
+
+    def early_stopping(self) -> EarlyStopping | None:
+        """None without --stop_on."""
+        args = self.args
+        if args.stop_on is None:
+            return None
+        if not self.loss.has_traces:
+            raise ValueError(f"--stop_on {args.stop_on} needs a head trained with --trained_with_use_deepest")
+        if self.data.val is None:
+            raise ValueError(f"--stop_on {args.stop_on} needs held-out examples, and there are none: more data helps")
+        return EarlyStopping(args.stop_patience or STOP_PATIENCE)
 
     def lm_head_lr_scale(self) -> float:
         """Of the learning rate, for the head's lm_head; with 0 it is frozen, which saves its gradient's product too."""
@@ -662,7 +685,10 @@ class Trainer:
         pause = 0.1 if sys.stderr.isatty() else 30.0  # seconds between updates: log files want few
         bar = tqdm(total=self.total_steps, initial=progress.step, unit="step", mininterval=pause, disable=not shown)
         with bar:
-            while progress.step < self.total_steps:
+            if self.validation_is_due and self.validate() is None:
+                self.save()
+                return self.stop()
+            while progress.step < self.total_steps and not self.ended_early:
                 began = time.monotonic()
                 stopped, out_of_time = self.train_step(self.signals)
                 progress.seconds += time.monotonic() - began
@@ -671,7 +697,7 @@ class Trainer:
                     return self.give_up()
                 if progress.step % args.log_interval == 0 or progress.step == self.total_steps:
                     self.log(bar)
-                if progress.step % args.eval_interval == 0 and progress.step < self.total_steps:
+                if self.validation_is_due:
                     stopped = self.validate() is None or stopped
                 if progress.step % args.save_interval == 0 or stopped or out_of_time:
                     self.save()
@@ -680,7 +706,17 @@ class Trainer:
                 if out_of_time:
                     outcome = "out of time"
                     break
-        return self.finish(outcome)
+        return self.finish("stopped early" if self.ended_early else outcome)
+
+    @property
+    def validation_is_due(self) -> bool:
+        """Also at the start of a run that was stopped in the middle of one."""
+        step = self.progress.step
+        return step % self.args.eval_interval == 0 and self.progress.validated < step < self.total_steps
+
+    @property
+    def ended_early(self) -> bool:
+        return self.early is not None and self.early.is_over
 
     def train_step(self, signals: StopSignals) -> tuple[bool, bool]:
         """One optimiser step. Returns whether any process was told to stop, and whether time is up."""
@@ -845,7 +881,13 @@ class Trainer:
         line = {"step": progress.step, "supervised_tokens": progress.supervised, "validation": figures}
         total, rounds = accelerator.reduce(lengths, "sum").tolist()
         line |= {"al_sim": total / rounds} if rounds else {}
-        self.write_log(line | traces.figures(lambda value: accelerator.reduce(value, "sum")))
+        progress.validated = progress.step
+        found = traces.figures(lambda value: accelerator.reduce(value, "sum"))
+        self.write_log(line | found)
+        if self.early is not None and self.early.judge(progress.step, found.get("traces", ()), figures):
+            if accelerator.is_main_process:
+                keep_best(self.head, args.output_dir)
+            accelerator.wait_for_everyone()
         for figure in figures:
             name = f"val/n{figure['num_stages']}_fill{figure['fill']}"
             self.track({f"{name}_{key}": figure[key] for key in ("loss", "agreement")})
@@ -894,7 +936,7 @@ class Trainer:
     def identity(self) -> dict[str, object]:
         """What has to be the same in a continued run."""
         names = ("seed", "optimizer", "lr", "lr_adamw", "lm_head_lr_scale", "weight_decay")
-        names += ("trained_with_use_deepest", "fill_alpha")
+        names += ("trained_with_use_deepest", "fill_alpha", "stop_on")
         return {f"--{name}": getattr(self.args, name) for name in names} | {
             "examples per step": self.order.step_size,
             "training examples": len(self.data.train),
@@ -914,9 +956,11 @@ class Trainer:
                 "scaler": self.scaler.state_dict(),
                 "random_states": random_states,
                 "loss": self.loss.state(),
+                "early": None if self.early is None else self.early.state(),
             }
             folder, keep = self.args.output_dir, self.args.keep_checkpoints
-            save_checkpoint(folder, self.progress.step, self.head, state, keep)
+            has_best = self.early is not None and self.early.step >= 0
+            save_checkpoint(folder, self.progress.step, self.head, state, keep, *[folder / BEST_NAME] * has_best)
         self.saved_step = self.progress.step
         self.accelerator.wait_for_everyone()
 
@@ -930,6 +974,11 @@ class Trainer:
             self.scaler.load_state_dict(state["scaler"])
         vars(self.progress).update(state["progress"])
         self.loss.load_state(state["loss"])
+        if self.early is not None:
+            self.early.load_state(state["early"])
+            if self.accelerator.is_main_process:
+                copy_best(checkpoint, self.args.output_dir)
+            self.accelerator.wait_for_everyone()
         if checkpoint.resolve().parent == self.args.output_dir.resolve():
             self.saved_step = self.progress.step
         if self.accelerator.process_index < len(state["random_states"]):
@@ -961,12 +1010,19 @@ class Trainer:
         """Last validation, the head, the record and the plot. What a long validation could lose is saved before."""
         if self.data.val is not None and self.saved_step != self.progress.step:
             self.save()
-        figures, path = self.validate(), self.args.output_dir / CHECKPOINT_NAME
+        path, best = self.args.output_dir / CHECKPOINT_NAME, {}
+        figures = [] if self.ended_early else self.validate()
         if figures is None:
             return self.stop()
+        if self.early is not None:
+            figures, best = self.early.validation, {"best_step": self.early.step, "trace_alpha": self.early.alpha}
+            self.say(f"the best head is that of step {self.early.step}: {self.early.alpha:.4f} of its drafts accepted")
         if self.accelerator.is_main_process:
-            save_head(self.head, path)
-            self.write_record(outcome, validation=figures)
+            if self.early is None:
+                save_head(self.head, path)
+            else:
+                os.replace(self.args.output_dir / BEST_NAME, path)
+            self.write_record(outcome, validation=figures, **best)
             plot_log(self.args.output_dir / LOG_NAME)
         full = [f for f in figures if f["fill"] == f["num_stages"] and f["agreement"] is not None]
         agreement = "".join(f", agreement {f['agreement']:.4f} held out at n = {f['num_stages']}" for f in full)
@@ -993,33 +1049,6 @@ class Trainer:
         }
         if self.accelerator.is_main_process:
             write_json(self.args.output_dir / "run.json", record | more)
-
-
-class HeldOutTraces:
-    """What decoding would verify and accept of the held-out answers, for each n."""
-
-    def __init__(self, splits: Mapping[int, tuple[int, ...]], device: torch.device):
-        self._splits = splits
-        self._sums = {n: torch.zeros(2 * n + 1, dtype=torch.float64, device=device) for n in splits}
-
-    def add(self, loss: HeadLoss, teacher: dict[str, Tensor], number: int) -> None:
-        """Count a batch's answers; nothing for heads that have no replay."""
-        for n, stage_sizes in self._splits.items():
-            counts = loss.held_out(teacher, stage_sizes, number)
-            if counts is not None:
-                values = [*counts.verified_by_fill, *counts.accepted_by_fill, counts.runs]
-                self._sums[n] += self._sums[n].new_tensor(values)
-
-    def figures(self, reduce: Callable[[Tensor], Tensor]) -> dict[str, list[dict[str, object]]]:
-        """`traces`, for the log: alpha, alpha by fill, L_acc of each n. Empty without events."""
-        traces = []
-        for n, sums in self._sums.items():
-            values = reduce(sums).cpu().numpy()
-            counts = TraceCounts(values[:n], values[n : 2 * n], int(values[-1]))
-            if counts.verified:
-                names = ("verified", "alpha", "alpha_by_fill", "accept_length")
-                traces.append({"num_stages": n} | {name: getattr(counts, name) for name in names})
-        return {"traces": traces} if traces else {}
 
 
 def spread(total: int, most: int) -> np.ndarray:

@@ -66,13 +66,16 @@ def test_resume_is_exact(work, tmp_path):  # noqa: F811
 
 
 def test_same_run_with_one_and_two_processes(work, tmp_path):  # noqa: F811
-    """Guards what processes must agree on: flags, running acceptance, types that rest, the mean's denominator."""
-    launched = launch(2, *arguments(work, tmp_path / "2", *REPLAY, "--gradient_accumulation_steps", 2))
-    assert run(work, tmp_path / "1", *REPLAY) == 0
+    """Guards what processes must agree on: flags, running acceptance, types that rest, the mean's denominator,
+    and with early stopping when to stop."""
+    settings = [*REPLAY, "--stop_on", "trace_alpha", "--eval_interval", 3]
+    launched = launch(2, *arguments(work, tmp_path / "2", *settings, "--gradient_accumulation_steps", 2))
+    assert run(work, tmp_path / "1", *settings) == 0
     _, errors = launched.communicate(timeout=300)
     assert launched.returncode == 0, errors
     one, two = (read_log(tmp_path / name / "log.jsonl") for name in "12")
-    for ours, theirs in zip(one[:-1], two[:-1], strict=True):
+    assert [line["step"] for line in one] == [line["step"] for line in two]
+    for ours, theirs in zip(training_lines(tmp_path / "1"), training_lines(tmp_path / "2"), strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-4)
         assert ours["trace_n4"]["alpha"] == pytest.approx(theirs["trace_n4"]["alpha"], abs=1e-3)
     assert one[-1]["traces"][0]["alpha"] == pytest.approx(two[-1]["traces"][0]["alpha"], abs=0.02)

@@ -88,12 +88,17 @@ class HeadLoss(nn.Module):
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from `state`."""
 
+    @property
+    def has_traces(self) -> bool:
+        """Whether decoding with this head can be replayed."""
+        return type(self.head) in (SpeculationHead, FixedRowHead) and self.head.config.trained_with_use_deepest
+
     def held_out(self, teacher: dict[str, Tensor], stage_sizes: tuple[int, ...], number: int) -> TraceCounts | None:
         """What decoding would verify and accept of held-out texts; None for a head that has no replay.
 
         `number` of the batch seeds its draws.
         """
-        if type(self.head) not in (SpeculationHead, FixedRowHead) or not self.head.config.trained_with_use_deepest:
+        if not self.has_traces:
             return None
         replay = self._held_out_replay()
         trace, _ = replay.renewed(teacher, stage_sizes, np.random.default_rng((0, 5, number)), HELD_OUT_REPEATS)

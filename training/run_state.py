@@ -115,6 +115,7 @@ class Progress:
 
     step: int = 0  # optimiser steps done, skipped ones included: the next step's number and data position
     supervised: int = 0  # positions with a supervised next token, seen so far
+    validated: int = 0  # the step of the last validation
     skipped: int = 0  # steps dropped because loss or gradients were not finite
     skipped_in_row: int = 0
     seconds: float = 0.0  # in training steps, validation and checkpoints not counted
@@ -162,14 +163,21 @@ def set_random_state(state: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def save_checkpoint(folder: Path, step: int, head: SpeculationHead, state: Mapping[str, Any], keep: int) -> Path:
-    """Write `checkpoint-{step}` whole or not at all, then drop all but the newest `keep` up to this step."""
+def save_checkpoint(
+    folder: Path, step: int, head: SpeculationHead, state: Mapping[str, Any], keep: int, *more: Path
+) -> Path:
+    """Write `checkpoint-{step}` whole or not at all, then drop all but the newest `keep` up to this step.
+
+    Copies of the files `more` go into it, too.
+    """
     final = folder / f"checkpoint-{step}"
     with TemporaryDirectory(dir=folder, prefix=".checkpoint-") as scratch:
         new = Path(scratch, "new")
         save_head(head, new / CHECKPOINT_NAME)
         with atomic_open(new / STATE_NAME, "wb") as file:
             torch.save(dict(state), file)
+        for extra in more:
+            shutil.copy(extra, new)
         if final.exists():  # half of one: without its state it could not be continued
             final.rename(Path(scratch, "old"))
         new.rename(final)

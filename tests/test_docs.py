@@ -18,7 +18,10 @@ from script_utils import Switch
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("[a-z]*/README.md"))]
-DOCUMENTS += [ROOT / "BENCHMARK_RESULTS.md", ROOT / "benchmarks" / "measurements.md"]
+DOCUMENTS += [
+    ROOT / "BENCHMARK_RESULTS.md",
+    *(ROOT / "benchmarks" / name for name in ("comparison_notes.md", "measurements.md")),
+]
 # What the documents name and a checkout does not have: what runs write, what is fetched, names in examples.
 ELSEWHERE = [
     *(".venv", "demo.html", "plan_stages.png", "profile_timing*.json", "gpu_check.json"),

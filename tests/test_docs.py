@@ -17,11 +17,7 @@ import pytest
 from script_utils import Switch
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("[a-z]*/README.md"))]
-DOCUMENTS += [
-    ROOT / "BENCHMARK_RESULTS.md",
-    *(ROOT / "benchmarks" / name for name in ("comparison_notes.md", "measurements.md")),
-]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("[a-z]*/*.md")])
 # What the documents name and a checkout does not have: what runs write, what is fetched, names in examples.
 ELSEWHERE = [
     *(".venv", "demo.html", "plan_stages.png", "profile_timing*.json", "gpu_check.json"),

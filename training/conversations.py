@@ -47,6 +47,7 @@ turn. A reply that thinks was written with thinking on; for others `enable_think
 
 import hashlib
 import json
+import math
 import os
 import re
 import tempfile
@@ -89,9 +90,14 @@ ROLE_ALIASES = {
 OVERFLOW_POLICIES = ("discard", "truncate", "split")
 
 CHUNK_CONVERSATIONS = 64  # conversations a worker encodes at a time
-CACHE_VERSION = 2  # raise when the same input would give other rows
+CACHE_VERSION = 3  # raise when the same input would give other rows
 ROWS_SCHEMA = pa.schema(
-    {"input_ids": pa.list_(pa.int32()), "labels": pa.list_(pa.int32()), "example_id": pa.string()},
+    {
+        "input_ids": pa.list_(pa.int32()),
+        "labels": pa.list_(pa.int32()),
+        "example_id": pa.string(),
+        "temperature": pa.float64(),
+    },
 )
 
 
@@ -317,6 +323,12 @@ def tools_of(found: Conversation) -> str:
     return json.dumps(tools)
 
 
+def as_temperature(found: object) -> float | None:
+    """The temperature at which a target wrote a record; None where that is not said."""
+    known = isinstance(found, (int, float)) and not isinstance(found, bool) and 0 <= found < math.inf
+    return float(found) if known else None
+
+
 def supervise(ids: np.ndarray, offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> np.ndarray:
     """Labels [S]: the ids of tokens that begin inside a span, else -100.
 
@@ -344,6 +356,7 @@ class ChunkEncoder:
     def __call__(self, chunk: list[tuple[str, Conversation]]) -> tuple[pa.RecordBatch, Counters]:
         counters = Counters()
         rendered = []  # (example_id, text, spans)
+        temperatures = {example_id: as_temperature(found.temperature) for example_id, found in chunk}
         for example_id, found in chunk:
             try:
                 rendered.append((example_id, *self._render(found, counters)))
@@ -361,6 +374,7 @@ class ChunkEncoder:
                 columns["input_ids"].append(piece_ids)
                 columns["labels"].append(piece_labels)
                 columns["example_id"].append(example_id if number is None else f"{example_id}#{number}")
+                columns["temperature"].append(temperatures[example_id])
                 counters.examples += 1
                 counters.tokens += len(piece_ids)
                 counters.supervised_tokens += int((piece_labels != IGNORE_INDEX).sum())
@@ -496,7 +510,7 @@ class ConversationData:
 
     Columns: `input_ids` [S]; `labels` [S], where label t is the token at t or -100 for not supervised (the shift by one
     happens in the loss); `example_id`, `file:record` counted from 0 (in jsonl files: the line, counted from 1), and
-    after a split `#piece` behind it.
+    after a split `#piece` behind it; `temperature` at which the target wrote the text, null where that is not known.
     """
 
     train: datasets.Dataset
@@ -606,10 +620,15 @@ def cache_key(sources, tokenizer: PreTrainedTokenizerBase, options: Options) -> 
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:24]
 
 
+def known_or_nan(number: float | None) -> float:
+    return math.nan if number is None else number
+
+
 class PadCollator:
     """Pads a list of examples on the right to the longest.
 
-    Returns `input_ids`, `labels` and `attention_mask` (1 at real tokens), int64 [B, S], and `example_id`, B strings.
+    Returns `input_ids`, `labels` and `attention_mask` (1 at real tokens), int64 [B, S], `example_id`, B strings, and
+    `temperature`, float64 [B], nan where it is not known.
     """
 
     def __init__(self, pad_token_id: int):
@@ -630,4 +649,5 @@ class PadCollator:
             "labels": labels,
             "attention_mask": attention_mask,
             "example_id": [row["example_id"] for row in rows],
+            "temperature": torch.tensor([known_or_nan(row["temperature"]) for row in rows], dtype=torch.float64),
         }

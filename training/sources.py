@@ -23,8 +23,8 @@ from script_utils import first_line, read_text, text_encoding
 
 CONVERSATION_COLUMNS = ("conversations", "messages")
 SYSTEM_COLUMNS = ("system", "system_prompt", "system_message")
-# What else of a record changes its text; "finish" and "enable_thinking" are training/generate_answers.py's.
-MORE_COLUMNS = (*SYSTEM_COLUMNS, "tools", "finish", "finish_reason", "enable_thinking")
+# What else of a record matters; "finish", "enable_thinking" and "temperature" are training/generate_answers.py's.
+MORE_COLUMNS = (*SYSTEM_COLUMNS, "tools", "finish", "finish_reason", "enable_thinking", "temperature")
 READ_CHARS = 1 << 16  # characters read at a time from a .json file; the price of an error grows with it
 
 
@@ -459,6 +459,7 @@ class Conversation:
     tools: object = None  # functions that the assistant may call
     finish: object = None  # how the last reply ended; "length": it was cut off
     enable_thinking: object = None  # what the target was told that wrote it
+    temperature: object = None  # at which the target wrote it; 0: greedy
 
 
 def read_conversations(source: FileSource | DatasetSource, counters: Counters) -> Iterator[tuple[str, Conversation]]:
@@ -488,6 +489,7 @@ def read_conversations(source: FileSource | DatasetSource, counters: Counters) -
                 tools=record.get("tools"),
                 finish=first_of(record, ("finish", "finish_reason")),
                 enable_thinking=record.get("enable_thinking"),
+                temperature=record.get("temperature"),
             ),
         )
     if columns and not has_known:

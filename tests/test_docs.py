@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from pipeline_model import save_head
 from script_utils import Switch
+from tests.tiny import hf_greedy, save_target, tiny_head, tiny_target
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("[a-z]*/*.md")])
@@ -137,6 +139,20 @@ def test_commands_are_those_that_the_scripts_take(document):
 
 
 NAMES = {file.name for folder in SCRIPTS.values() for file in (ROOT / folder).parent.iterdir()}  # of files near scripts
+
+
+def test_the_python_example_runs(tmp_path, capsys):
+    """Guards the interface that docs/decoding.md shows: names, arguments, results."""
+    target = tiny_target("llama")
+    save_target(tmp_path / "target")
+    save_head(tiny_head(target, (1, 3)), tmp_path / "head.pt")
+    [example] = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "decoding.md").read_text(), re.M | re.S)
+    for name, path in {"SmolLM2-135M-Instruct": "target", "SmolLM2-135M-Instruct_s6_l2.pt": "head.pt"}.items():
+        example = example.replace(f'"checkpoints/{name}"', repr(str(tmp_path / path)))
+    exec(example.replace("=100", "=8"), {"prompt_ids": [5, 17, 3]})
+    *events, figures = capsys.readouterr().out.splitlines()
+    assert [int(re.search(r"token=(\d+)", event)[1]) for event in events] == hf_greedy(target.model, [5, 17, 3], 8)
+    assert len(figures.split()) == 2
 
 
 def headings(document):

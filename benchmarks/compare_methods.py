@@ -23,7 +23,7 @@ import eval as evaluation
 import train
 from baselines import train_baseline
 from benchmarks.comparison_report import PLOT, Results, plot, report
-from evaluation.files import read_summaries
+from evaluation.files import read_runs
 from evaluation.methods import METHODS
 from loading.checkpoint_files import CHECKPOINT_NAME
 from loading.target_config import load_target_config
@@ -40,7 +40,7 @@ from script_utils import (
 
 
 def build_parser() -> Parser:
-    parser = Parser(prog="compare.py", description="Train, evaluate and report SPD and its baselines.")
+    parser = Parser(prog="compare_methods.py", description="Train, evaluate and report SPD and its baselines.")
     parser.add_argument("--work_dir", type=Path, required=True, help="folder of heads and rows; a stopped run goes on")
     parser.add_argument("--output", type=Path, default=Path("BENCHMARK_RESULTS.md"), help="the report")
     parser.add_argument("--notes", type=Path, help="Markdown to put behind the tables, for what a person has to add")
@@ -55,10 +55,19 @@ def build_parser() -> Parser:
     drafters.add_argument("--spd_layers", type=train.COUNT, default=2, help="L_s of SPD; it hides behind a stage")
     drafters.add_argument("--draft_top_k", type=int, nargs="+", default=[1, 4], help="W of SPD")
     drafters.add_argument("--ppsd_stages", type=int, nargs="*", default=[3, 6, 10], help="n of PPSD, a drafter each")
+    drafters.add_argument(
+        "--recipe",
+        default="--rows replay",
+        help="SPD a second time, with these flags of train.py; empty: once",
+    )
     drafters.add_argument("--num_steps", type=int, nargs="*", default=[3, 7, 15], help="m of EAGLE-3, one drafter")
+    drafters.add_argument("--block_size", type=int, nargs="*", default=[4, 8, 16], help="B of DFlash, a drafter each")
+    drafters.add_argument("--opd_block_size", type=int, nargs="*", default=[8], help="B of those for Draft-OPD")
+    drafters.add_argument("--mask_token", help="of DFlash, as in train_baseline.py; known for SmolLM2, Qwen, Llama 3")
     training = parser.add_argument_group("training, the same for all")
     training.add_argument("--data_path", action="append", required=True, help="as in train.py; repeatable")
     training.add_argument("--max_steps", type=train.COUNT, default=400, help="optimiser steps")
+    training.add_argument("--opd_steps", type=train.COUNT, default=100, help="steps of Draft-OPD, after the others")
     training.add_argument("--batch_size", type=train.COUNT, default=4, help="examples per micro-batch")
     training.add_argument("--gradient_accumulation_steps", type=train.COUNT, default=2, help="micro-batches per step")
     training.add_argument("--max_length", type=train.COUNT, default=512, help="tokens of an example at most")
@@ -72,7 +81,7 @@ def build_parser() -> Parser:
     prompts = parser.add_argument_group("evaluation, the same for all")
     prompts.add_argument("--data_dir", type=Path, help="folder of data sets; unset: eval_data")
     prompts.add_argument("--datasets", nargs="+", default=["mt_bench", "gsm8k", "humaneval"], help="folders there")
-    prompts.add_argument("--prompts_per_dataset", type=train.COUNT, default=20, help="the first so many of each")
+    prompts.add_argument("--prompts_per_dataset", type=train.COUNT, default=10, help="the first so many of each")
     prompts.add_argument("--max_new_tokens", type=train.COUNT, default=128, help="new tokens at most")
     prompts.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0], help="a table each")
     prompts.add_argument("--gpus", nargs="+", default=["auto"], help="as in eval.py")
@@ -104,39 +113,50 @@ def training_commands(args: argparse.Namespace) -> dict[str, Command]:
     """How each drafter is trained, by name."""
     shared = {
         "model_name": args.base_model_path,
-        "max_steps": args.max_steps,
         "batch_size": args.batch_size,
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
         "max_length": args.max_length,
         "max_length_overflow": "truncate",
         "min_length": 2,
         "optimizer": args.optimizer,
-        "lr": args.lr,
         "weight_decay": 0.01,
         "warmup_steps": args.warmup_steps,
         "save_interval": args.save_interval,
         "seed": args.seed,
         "draft_vocab_json": args.draft_vocab_json,
         "cache_dir": args.work_dir / "data",
+        "resume_from": "auto",
     }
     flags = [text for name, value in shared.items() for text in (f"--{name}", str(value))]
     flags += [text for path in args.data_path for text in ("--data_path", path)]
+    schedule = ["--max_steps", args.max_steps, "--lr", args.lr]
+    commands: dict[str, Command] = {}
 
-    def command(script: str, module: ModuleType, name: str, *own: object) -> Command:
-        folder = ["--output_dir", str(args.work_dir / name), "--resume_from", "auto"]
-        return Command(script, module, [*map(str, own), *flags, *folder])
+    def add(name: str, script: str, module: ModuleType, *own: object, schedule: Sequence[object] = schedule) -> None:
+        folder = ("--output_dir", args.work_dir / name)
+        commands[name] = Command(script, module, [*map(str, (*own, *schedule, *folder)), *flags])
 
     baseline = ("baselines/train_baseline.py", train_baseline)
-    commands = {"eagle3": command(*baseline, "eagle3", "--method", "eagle3")} if args.num_steps else {}
+    if args.num_steps:
+        add("eagle3", *baseline, "--method", "eagle3")
     for n in args.ppsd_stages:
-        commands[f"ppsd-n{n}"] = command(*baseline, f"ppsd-n{n}", "--method", "ppsd", "--num_stages", n)
+        add(f"ppsd-n{n}", *baseline, "--method", "ppsd", "--num_stages", n)
+    mask = () if args.mask_token is None else ("--mask_token", args.mask_token)
+    for size in args.block_size:
+        add(f"dflash-b{size}", *baseline, "--method", "dflash", "--block_size", size, *mask)
     for n in args.spd_stages:
         own = ("--num_stages", n, "--num_spec_layers", args.spd_layers)
-        commands[f"spd-n{n}"] = command("train.py", train, f"spd-n{n}", *own)
+        add(f"spd-n{n}", "train.py", train, *own)
+        if args.recipe:
+            add(f"spd_replay-n{n}", "train.py", train, *own, *shlex.split(args.recipe))
     if args.feature_cache is not None:
         layers = ",".join(map(str, layers_read(commands.values(), args.base_model_path)))
         for each in commands.values():
             each.flags.extend(["--feature_cache", str(args.feature_cache), "--feature_cache_layers", layers])
+    for size in args.opd_block_size:  # half the learning rate, as its authors have it; its texts are new: no cache
+        start = (*mask, "--block_size", size, "--opd", "--init_head", args.work_dir / f"dflash-b{size}")
+        rest = ("--max_steps", args.opd_steps, "--lr", args.lr / 2)
+        add(f"dflash_opd-b{size}", *baseline, "--method", "dflash", *start, schedule=rest)
     return commands
 
 
@@ -159,12 +179,13 @@ def evaluation_commands(args: argparse.Namespace, drafters: Sequence[str]) -> li
         "autoregressive": [],
         "prompt_lookup": [],
         "eagle3": ["--num_steps", *map(str, args.num_steps)],
+        "dflash": [],
         "ppsd": [],
         "spd": ["--draft_top_k", *map(str, args.draft_top_k)],
     }
     commands = []
     for method, flags in own.items():
-        heads = [str(args.work_dir / name) for name in drafters if name.split("-")[0] == method]
+        heads = [str(args.work_dir / name) for name in drafters if name.split("-")[0].split("_")[0] == method]
         if heads or METHODS[method].config_class is None:
             heads = ["--spec_head_ckpt", *heads] if heads else []
             commands.append(Command("eval.py", evaluation, ["--method", method, *heads, *flags, *shared]))
@@ -202,12 +223,13 @@ def run_all(args: argparse.Namespace, trainings: Mapping[str, Command], evaluati
 
 def read_results(args: argparse.Namespace, trainings: Mapping[str, Command]) -> Results:
     """ValueError when there is nothing to report."""
-    summaries = read_summaries(args.work_dir / "eval")
-    if not summaries:
+    runs = read_runs(args.work_dir / "eval")
+    if not runs:
         raise ValueError(f"{str(args.work_dir / 'eval')!r} has no summaries: run without --report_only")
     records = {name: args.work_dir / name / "run.json" for name in trainings}
     trained = {name: json.loads(path.read_text(encoding="utf-8")) for name, path in records.items() if path.exists()}
-    return Results(summaries, trained)
+    rows = {summary["settings"]["label"]: files.rows.read() for files, summary in runs}
+    return Results([summary for _, summary in runs], trained, rows)
 
 
 def main(args: argparse.Namespace) -> int:

@@ -12,7 +12,10 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from benchmarks.published import published_table, rankings_table, read_published
+from decoding.metrics import Costs
 from evaluation.methods import METHODS
+from evaluation.metrics import METRICS, Key, Row, bootstrap_picks, interval
 from script_utils import atomic_open, markdown_table
 
 Summary = Mapping[str, Any]  # of one run, as eval.py writes it
@@ -35,9 +38,10 @@ and number of steps; PPSD is our re-implementation.
   cycles. The prefill's tokens are not counted.
 - *theory*: the comparable speed-ups, in which layers count and nothing else does. SPD `L_acc (L/n) / max(L/n, L_s)`,
   PPSD `L_acc L / (L + n L_s)`, EAGLE-3 `tau L / (L + m L_s)`; *devices* is what each takes for that.
+- *per device*: theory / devices, what each device adds. A single device that decodes alone has 1.
 - *ideal, measured*: on as many devices, but with the times that stages, drafter and verification really took, over the
   target alone. Messages between devices are not in it.
-- In brackets: 95% bootstrap intervals over prompts."""
+- *seconds*: of training, beside other work. In brackets: 95% bootstrap intervals over prompts."""
 
 
 class Cell(NamedTuple):
@@ -71,18 +75,46 @@ class Axis(NamedTuple):
         return cls(settings["draft_top_k"], len(settings["stage_sizes"]), settings["draft_chain"])
 
 
+def recipe_of(summary: Summary) -> str:
+    """How the head was trained, where a method has more ways than one: "spd_replay-n6" -> "replay"."""
+    return (summary["settings"]["head"] or "").split("-")[0].partition("_")[2]
+
+
 def short_name(summary: Summary) -> str:
-    """A run's label without its head and temperature, which stand elsewhere: "SPD, n = 6, W = 1"."""
+    """A run's label without its head and temperature, which stand elsewhere: "SPD replay, n = 6, W = 1"."""
     _, *axes, _ = summary["settings"]["label"].split(", ")
-    return ", ".join([METHODS[summary["settings"]["method"]].title, *axes])
+    title = METHODS[summary["settings"]["method"]].title
+    return ", ".join([f"{title} {recipe_of(summary)}".strip(), *axes])
 
 
 class Results:
     """The summaries of a comparison, and how each drafter was trained."""
 
-    def __init__(self, summaries: Sequence[Summary], trained: Mapping[str, Mapping[str, Any]]):
-        self.summaries = sorted(summaries, key=lambda run: (ORDER.index(run["settings"]["method"]), Axis.of(run)))
-        self.trained = trained  # name of a head -> run.json
+    def __init__(
+        self,
+        summaries: Sequence[Summary],
+        trained: Mapping[str, Mapping[str, Any]],
+        rows: Mapping[str, Mapping[Key, Row]],
+    ):
+        """trained: run.json by the name of a head; rows: by the label of a run."""
+        order = {id(run): (ORDER.index(run["settings"]["method"]), recipe_of(run), Axis.of(run)) for run in summaries}
+        self.summaries = sorted(summaries, key=lambda run: order[id(run)])
+        self.trained, self.rows = trained, rows
+
+    def difference(self, metric: str, run: Summary, other: Summary) -> Cell:
+        """How much larger a pooled metric is in one run than in another, on the prompts that both have."""
+        ours, theirs = (self.rows[summary["settings"]["label"]] for summary in (run, other))
+        shared = [key for key in ours if key in theirs and "error" not in ours[key] and "error" not in theirs[key]]
+        picks = bootstrap_picks([dataset for dataset, _ in shared])
+        value, resampled = zip(
+            *(
+                pooled(metric, summary, [rows[key] for key in shared], picks)
+                for summary, rows in ((run, ours), (other, theirs))
+            ),
+            strict=True,
+        )
+        bounds = interval(resampled[0] - resampled[1]) if len(shared) > 1 else None
+        return Cell(value[0] - value[1], *(bounds or (None, None)))
 
     @property
     def temperatures(self) -> list[float]:
@@ -102,22 +134,34 @@ class Results:
         return max(runs, key=lambda run: Cell.of(run, metric).value, default=None)
 
 
+def pooled(metric: str, summary: Summary, rows: Sequence[Row], picks: np.ndarray) -> tuple[float, np.ndarray]:
+    """A metric of the summed counts of some rows [N], and of each resample of them, picks [R, N]: a value and [R]."""
+    (found,) = (each for each in METRICS if each.name == metric)
+    counts = np.array([[row[name] for row in rows] for name in found.columns], dtype=float)  # [columns, N]
+    costs = Costs(**summary["costs"])
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return float(found.formula(costs, *counts.sum(axis=1))), found.formula(costs, *counts[:, picks].sum(axis=2))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Tables
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def results_table(results: Results, temperature: float) -> str:
-    heads = ["method", "trained parameters", "training tokens", "devices", *COLUMNS.values(), "equal ids"]
+    heads = ["method", "parameters", "tokens", "seconds", "devices", *COLUMNS.values(), "per device", "equal ids"]
     lines = []
     for run in results.runs(temperature):
         trained, part = results.trained.get(run["settings"]["head"]), run["overall"]
         parameters = "–" if trained is None else f"{trained['head_parameters'] / 1e6:.1f} M"
         tokens = "–" if trained is None else f"{trained['supervised_tokens']:,}"
+        seconds = "–" if trained is None else f"{trained['training_seconds']:,.0f}"
         compared = part["compared_with_baseline"]
         equal = f"{part['equal_to_baseline']}/{compared}" if compared else "–"
         cells = [str(Cell.of(run, metric)) for metric in COLUMNS]
-        lines.append([short_name(run), parameters, tokens, str(run["devices_in_theory"]), *cells, equal])
+        devices, theory = run["devices_in_theory"], Cell.of(run, THEORY).value
+        cells.append("–" if theory is None else f"{theory / devices:.2f}")
+        lines.append([short_name(run), parameters, tokens, seconds, str(devices), *cells, equal])
     return markdown_table(heads, lines)
 
 
@@ -129,30 +173,31 @@ class Claim(NamedTuple):
     run: Summary
     other: Summary
 
-    def line(self) -> list[str]:
+    def line(self, results: Results) -> list[str]:
         ours, theirs = (Cell.of(run, self.metric) for run in (self.run, self.other))
+        difference = results.difference(self.metric, self.run, self.other)
         temperature = self.run["settings"]["temperature"]
         return [
             self.text,
             f"{temperature:g}",
-            f"{short_name(self.run)}: {ours}",
-            f"{short_name(self.other)}: {theirs}",
-            verdict(ours, theirs),
+            f"{short_name(self.run)}: {ours.value:.2f}",
+            f"{short_name(self.other)}: {theirs.value:.2f}",
+            f"{difference.value:+.2f}"
+            + ("" if difference.low is None else f" [{difference.low:+.2f}, {difference.high:+.2f}]"),
+            verdict(difference),
         ]
 
 
-def verdict(ours: Cell, theirs: Cell) -> str:
-    """Whether the first is larger, as far as the intervals tell."""
-    if None in (ours.low, theirs.low):
-        return "no intervals"
-    if ours.low > theirs.high:
-        return "holds"
-    return "does not hold" if ours.high < theirs.low else "undecided: the intervals overlap"
+def verdict(difference: Cell) -> str:
+    """Whether the first is larger, as far as the paired interval tells."""
+    if difference.low is None or difference.high is None:
+        return "no interval"
+    return "holds" if difference.low > 0 else "does not hold" if difference.high < 0 else "cannot be told"
 
 
 def claims(results: Results, temperature: float) -> Iterator[Claim]:
     """The paper's claims, as far as there are runs that bear on them."""
-    for method in ("eagle3", "ppsd", "prompt_lookup"):
+    for method in ("eagle3", "dflash", "ppsd", "prompt_lookup"):
         for metric, kind in ((THEORY, "in theory"), (IDEAL, "ideal, measured")):
             run, other = (results.best(temperature, name, metric) for name in ("spd", method))
             if run and other:
@@ -163,11 +208,18 @@ def claims(results: Results, temperature: float) -> Iterator[Claim]:
             if Axis.of(other).stages == Axis.of(run).stages:
                 yield Claim("SPD's drafts are accepted more often than PPSD's", "alpha", run, other)
     for shallow, deep in pairwise(chains):
-        yield Claim("a deeper pipeline is faster, in theory", THEORY, deep, shallow)
+        if recipe_of(shallow) == recipe_of(deep):
+            yield Claim("a deeper pipeline is faster, in theory", THEORY, deep, shallow)
     for chain in chains:
         for tree in results.runs(temperature, "spd"):
-            if Axis.of(tree).width > 1 and Axis.of(tree).stages == Axis.of(chain).stages:
+            same = Axis.of(tree).stages == Axis.of(chain).stages and recipe_of(tree) == recipe_of(chain)
+            if same and Axis.of(tree).width > 1:
                 yield Claim("a draft tree is faster than a chain, in theory", THEORY, tree, chain)
+    for plain in results.runs(temperature, "spd", "dflash"):
+        for learned in results.runs(temperature, plain["settings"]["method"]):
+            if Axis.of(plain) == Axis.of(learned) and not recipe_of(plain) and recipe_of(learned):
+                text = f"learning where decoding verifies ({recipe_of(learned)}) is worth its tokens"
+                yield Claim(text, "equivalent_accept_length", learned, plain)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -215,11 +267,23 @@ def report(results: Results, commit: str, training: str, notes: str, commands: S
     for temperature in results.temperatures:
         sections += [f"## Temperature {temperature:g}", results_table(results, temperature)]
     sections.append(f"![Speed-ups of all methods]({PLOT.as_posix()})")
-    found = [claim.line() for temperature in results.temperatures for claim in claims(results, temperature)]
-    heads = ["claim", "temperature", "larger, says the claim", "smaller", "here"]
-    sections += ["## The paper's claims at this scale", markdown_table(heads, found)]
+    found = [claim.line(results) for temperature in results.temperatures for claim in claims(results, temperature)]
+    heads = ["claim", "T", "larger, says the claim", "smaller", "difference", "here"]
+    sections += [
+        "## The paper's claims at this scale",
+        "Differences are paired: both runs decoded the same prompts. A claim holds, or does not, when the 95% interval "
+        "of the difference leaves out 0.",
+        markdown_table(heads, found),
+    ]
     if notes:
         sections.append(notes.strip())
+    source, published = read_published()
+    sections += [
+        "## Published figures",
+        f"{source} Cells are theory / wall-clock speed-ups.",
+        published_table(published),
+    ]
+    sections += ["In how many of the published settings a ranking holds:", rankings_table(published)]
     listed = "\n\n".join(commands)
     sections += ["## Commands", f"`benchmarks/compare_methods.py` ran these, in this order:\n\n```\n{listed}\n```"]
     return "\n\n".join(sections) + "\n"

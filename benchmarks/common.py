@@ -1,4 +1,4 @@
-"""What the benchmarks share: flags, the random head they measure with, and the card that stands above the numbers."""
+"""What the benchmarks share: flags, and the card that stands above the numbers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import platform
 
 import torch
 
-from pipeline_model import HeadConfig, Target, auto_anchors, split_layers
 from script_utils import Parser, git_commit, quiet_libraries, resolve_device
 
 
@@ -30,25 +29,6 @@ def prepare(args: argparse.Namespace, *counts: str) -> torch.device:
     quiet_libraries()
     torch.set_num_threads(args.threads)
     return resolve_device(args.device)
-
-
-def head_config(args: argparse.Namespace, target: Target, draft_vocab_size: int) -> HeadConfig:
-    """A head for an even split of the target, its draft vocabulary the first ids. ValueError for one that cannot be."""
-    vocab_size = target.config.vocab_size
-    draft_vocab_size = min(draft_vocab_size, vocab_size)
-    return HeadConfig.parse(
-        {
-            "version": 11,
-            "hidden_size": target.config.hidden_size,
-            "vocab_size": vocab_size,
-            "num_stages": args.num_stages,
-            "num_spec_layers": args.num_spec_layers,
-            "aggr_feature_bound": auto_anchors(split_layers(target.num_layers, args.num_stages)),
-            "draft_vocab_size": draft_vocab_size,
-            "draft_token_ids": None if draft_vocab_size == vocab_size else tuple(range(draft_vocab_size)),
-            "trained_with_use_deepest": True,
-        }
-    )
 
 
 def native_bfloat16(device: torch.device) -> bool:

@@ -35,11 +35,12 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.common import head_config, native_bfloat16, new_parser, prepare, print_card
+from benchmarks.common import native_bfloat16, new_parser, prepare, print_card
 from loading.target_files import read_text_config
 from loading.tokenizer import load_tokenizer
 from pipeline_inference import Decoder, Generation, LocalExecutor, SPDDrafter
 from pipeline_model import SpeculationHead, Target, split_layers
+from planning.untrained_head import untrained_config
 from script_utils import Parser, markdown_table, run_script
 
 STREAMED = 2**28  # bytes at least of the sum that measures the memory: more than any cache holds
@@ -74,7 +75,7 @@ class Bench:
         tokenizer = load_tokenizer(args.base_model_path)
         self.prompt = tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=True)["input_ids"]
         self.sizes = split_layers(self.target.num_layers, args.num_stages)
-        config = head_config(args, self.target, args.draft_vocab_size)
+        config = untrained_config(self.target, args.num_stages, args.num_spec_layers, args.draft_vocab_size)
         torch.manual_seed(0)
         self.head = SpeculationHead(config, self.target.config).to(device, dtype).requires_grad_(False)
 

@@ -27,8 +27,9 @@ from torch import multiprocessing, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.common import head_config, new_parser, prepare, print_card
+from benchmarks.common import new_parser, prepare, print_card
 from pipeline_model import Target, new_head
+from planning.untrained_head import untrained_config
 from script_utils import Parser, markdown_table, run_script
 from training.optimizers import Float32Muon, build_optimizers
 
@@ -45,7 +46,8 @@ def build_parser() -> Parser:
 
 def muon_shapes(args: argparse.Namespace, target: Target) -> Shapes:
     """Shapes of the matrices that Muon trains in a head of this target."""
-    head = new_head(head_config(args, target, args.draft_vocab_size), target)
+    config = untrained_config(target, args.num_stages, args.num_spec_layers, args.draft_vocab_size)
+    head = new_head(config, target)
     muon = build_optimizers(head, "muon", 1e-3)[0]
     return [tuple(weight.shape) for group in muon.param_groups for weight in group["params"]]
 

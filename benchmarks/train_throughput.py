@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.common import head_config, new_parser, prepare, print_card
+from benchmarks.common import new_parser, prepare, print_card
 from pipeline_model import (
     SpeculationHead,
     Target,
@@ -40,6 +40,7 @@ from pipeline_model import (
     representative_depths,
     split_layers,
 )
+from planning.untrained_head import untrained_config
 from script_utils import DTYPES, Parser, dtype_name, markdown_table, run_script
 from training.feature_cache import FeatureCache
 from training.forward import teacher_features, training_loss
@@ -144,7 +145,9 @@ class Bench:
         self.sizes = split_layers(self.target.num_layers, args.num_stages)
         vocab = self.target.config.vocab_size
         sizes = {"16k": args.draft_vocab_size, "full": vocab}
-        self.heads = {name: new_head(head_config(args, self.target, size), self.target) for name, size in sizes.items()}
+        shape = args.num_stages, args.num_spec_layers
+        configs = {name: untrained_config(self.target, *shape, size) for name, size in sizes.items()}
+        self.heads = {name: new_head(config, self.target) for name, config in configs.items()}
         generator = torch.Generator().manual_seed(0)
         shape = (args.batch_size, args.length)
         ids = torch.randint(0, vocab, shape, generator=generator)

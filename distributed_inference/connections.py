@@ -283,7 +283,11 @@ def connect(address: tuple[str, int], hello: bytes, timeout: timedelta) -> socke
 
 
 def _tune(connection: socket.socket) -> None:
-    """Small messages leave at once, and the kernel notices a machine that has been switched off."""
+    """Small messages leave at once, and the kernel notices a machine that has been switched off.
+
+    TCP_USER_TIMEOUT is for the lines of watch.py alone: the kernel would also end a connection whose receiver is alive
+    and does not read, such as a rank that compiles its stage while a long prompt waits in its buffers.
+    """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, PROBE_AFTER)

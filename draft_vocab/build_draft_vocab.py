@@ -17,7 +17,8 @@ import datasets
 import numpy as np
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from loading.chat_template import add_template_flags, use_template
 from script_utils import Parser, Switch, atomic_open, check_output_file, check_output_folder, first_line, run_script
 from training.chat_format import ChatFormat

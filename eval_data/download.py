@@ -30,7 +30,8 @@ from typing import Any
 import datasets
 from huggingface_hub.utils import logging as hub_logging
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from evaluation.prompts import OFFICIAL_SETS, QUESTION_FILE, parse_question, read_questions
 from script_utils import Parser, atomic_open, check_output_folder, first_line, run_script
 

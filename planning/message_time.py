@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, multiprocessing
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from distributed_inference.addresses import LOOPBACK
 from distributed_inference.connections import Connections, Route, host_bytes

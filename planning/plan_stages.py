@@ -3,7 +3,7 @@
     python planning/plan_stages.py --base_model_path Qwen/Qwen3-4B --device cuda --num_devices 9 --alpha 0.8
     python planning/plan_stages.py --timings timings.json --num_devices 9 --trace raw/..._per_sample.jsonl
 
-stage_plan.py beside it says what follows from which times. Prints a card, a table with a row for each n, the best n
+cost_model.py, next to it, says what follows from which times. Prints a card, a table with a row for each n, the best n
 with its `--stage_layers`, and a last line of JSON; the plot goes to a file.
 """
 
@@ -23,7 +23,6 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.common import head_config
 from decoding.nodes import NodeBoard
 from decoding.stage import Stage
 from evaluation.files import device_name
@@ -51,6 +50,7 @@ from planning.cost_model import (
     trace_alpha,
 )
 from planning.message_time import message_ms
+from planning.untrained_head import untrained_config
 from script_utils import (
     Parser,
     add_dtype_argument,
@@ -119,8 +119,8 @@ class Meter:
         if self.args.spec_head_ckpt is not None:
             return load_head(self.args.spec_head_ckpt, self.target)
         stages = min(self.args.num_devices, self.target.num_layers)
-        settings = argparse.Namespace(num_stages=stages, num_spec_layers=self.args.num_spec_layers)
-        return head_config(settings, self.target, self.args.draft_vocab_size).build(self.target.config)
+        config = untrained_config(self.target, stages, self.args.num_spec_layers, self.args.draft_vocab_size)
+        return config.build(self.target.config)
 
     @property
     def head_text(self) -> str:

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from distributed_inference import addresses, connections
-from distributed_inference.addresses import check_reachable, own_address, public_addresses, seen_from
+from distributed_inference.addresses import LOOPBACK, check_reachable, own_address, public_addresses, seen_from
 from distributed_inference.connections import HELLO, Connections, LostRank, Receiver, Route, Sender
 from distributed_inference.layout import Layout
 from distributed_inference.links import Inbox, Link, Outbox, Wires, lost_rank, routes
+from distributed_inference.watch import Line
 
 SHORT, LONG = timedelta(seconds=0.2), timedelta(seconds=20)
 LARGE = 8_000_000  # bytes: more than any socket buffer
@@ -231,6 +232,15 @@ def test_a_machine_that_is_switched_off_is_probed():
         assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         assert seconds <= 60
         assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0
+
+
+def test_a_line_whose_peer_takes_nothing_in_ends():
+    """Guards against a line over which a beat to a dead machine is sent again for a quarter of an hour."""
+    with connections.listen(LOOPBACK) as server, connections.connect(server.getsockname(), b"", SHORT) as ours:
+        Line(ours)
+        milliseconds = ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+        assert 5_000 <= milliseconds <= 60_000
 
 
 def test_whom_a_process_waits_for_is_known():

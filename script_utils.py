@@ -101,14 +101,14 @@ def dtype_name(text: str) -> str:
     return DTYPE_NAMES.get(text, text)
 
 
-def add_dtype_argument(group: argparse._ArgumentGroup) -> None:
-    """The flag --dtype, for `resolve_dtype`."""
+def add_dtype_argument(group: argparse._ArgumentGroup, auto: str = "auto: float32 on a CPU, or bfloat16") -> None:
+    """The flag --dtype, for `resolve_dtype` or, where `auto` says so, `fastest_dtype`."""
     group.add_argument(
         "--dtype",
         type=dtype_name,
         default="auto",
         choices=["auto", *DTYPES],
-        help="auto: float32 on a CPU, or bfloat16; fp32, bf16, fp16 and half work, too",
+        help=f"{auto}; fp32, bf16, fp16 and half work, too",
     )
 
 
@@ -240,6 +240,16 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     """The data type of a flag; "auto" is float32 on a CPU and bfloat16 elsewhere."""
     automatic = "float32" if device.type == "cpu" else "bfloat16"
     return DTYPES[automatic if name == "auto" else name]
+
+
+def native_bfloat16(device: torch.device) -> bool:
+    """Whether the device has bfloat16 matrix kernels; torch falls back to slow ones on a CPU without."""
+    return device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def fastest_dtype(name: str, device: torch.device) -> str:
+    """The name of a flag's data type; "auto" is bfloat16 where the device has kernels for it, else float32."""
+    return name if name != "auto" else "bfloat16" if native_bfloat16(device) else "float32"
 
 
 def first_line(error: Exception, most: int = 200) -> str:

@@ -7,7 +7,7 @@ import platform
 
 import torch
 
-from script_utils import Parser, git_commit, quiet_libraries, resolve_device
+from script_utils import Parser, git_commit, native_bfloat16, quiet_libraries, resolve_device
 
 
 def new_parser(description: str) -> Parser:
@@ -29,11 +29,6 @@ def prepare(args: argparse.Namespace, *counts: str) -> torch.device:
     quiet_libraries()
     torch.set_num_threads(args.threads)
     return resolve_device(args.device)
-
-
-def native_bfloat16(device: torch.device) -> bool:
-    """Whether the device has bfloat16 matrix kernels; torch falls back to slow ones on a CPU without."""
-    return device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def print_card(args: argparse.Namespace, device: torch.device, **details: str) -> None:

@@ -35,13 +35,13 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.common import native_bfloat16, new_parser, prepare, print_card
+from benchmarks.common import new_parser, prepare, print_card
 from loading.target_files import read_text_config
 from loading.tokenizer import load_tokenizer
 from pipeline_inference import Decoder, Generation, LocalExecutor, SPDDrafter
 from pipeline_model import SpeculationHead, Target, split_layers
 from planning.untrained_head import untrained_config
-from script_utils import Parser, markdown_table, run_script
+from script_utils import Parser, markdown_table, native_bfloat16, run_script
 
 STREAMED = 2**28  # bytes at least of the sum that measures the memory: more than any cache holds
 PROMPT = "Explain how a pipeline keeps several tokens of one sequence in flight at the same time."

@@ -162,6 +162,7 @@ def write_answers(args: argparse.Namespace) -> None:
             data_path=prompts_of(args.work_dir, name),
             output=args.work_dir / f"{name}.jsonl",
             batch_size=64,
+            dtype="float32",
             **flags,
         )
 

@@ -31,6 +31,7 @@ def work(tmp_path_factory):
 def run(work, output, *more):
     base = ["--model_name", work / "target", "--data_path", work / "data.jsonl", "--output", output]
     base += ["--max_new_tokens", 12, "--max_prompt_tokens", 20, "--batch_size", 7, "--device", "cpu"]
+    base += ["--dtype", "float32"]
     gen.main(gen.build_parser().parse_args([str(item) for item in [*base, *more]]))
     return [json.loads(line) for line in output.read_text().splitlines()]
 

@@ -9,6 +9,8 @@ the target would not have said. A line holds `id` (the prompt's record), `temper
 `messages` and `enable_thinking`: training puts the answer behind the prompt that the target saw, and an end of turn
 behind an answer that was not cut off. The file grows by whole batches; what batch i holds follows from the arguments
 alone, so a run that was killed is started again with the same command and goes on where it stopped, to the same file.
+At a temperature, an answer follows from `--seed` and its prompt: other prompts or a batch of another size do not change
+it, but for rounding.
 """
 
 from __future__ import annotations
@@ -16,15 +18,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from tqdm import tqdm
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -35,22 +37,24 @@ from loading.target_files import check_attention_kernels, check_target_weights
 from loading.tokenizer import load_tokenizer
 from pipeline_model import ATTN_IMPLEMENTATIONS, Target
 from script_utils import (
+    DTYPES,
     Parser,
     Switch,
     add_dtype_argument,
     append_text,
     check_output_file,
     check_output_folder,
+    fastest_dtype,
     lock_file,
     naming,
     quiet_libraries,
     resolve_device,
-    resolve_dtype,
     run_record,
     run_script,
     shown,
     write_json,
 )
+from training.batch_generation import Throughput, generate_batch
 from training.chat_format import ChatFormat
 from training.conversations import first_prompt
 from training.sources import Counters, SkipRecord, find_sources, folder_lines, read_conversations
@@ -60,7 +64,6 @@ SORTED_BATCHES = 16  # batches whose prompts are sorted by length together: litt
 SETTINGS = ("model_name", "data_path", "temperature", "top_k", "top_p", "max_new_tokens", "max_prompt_tokens")
 SETTINGS += ("max_prompts", "batch_size", "seed", "dtype", "enable_thinking", "chat_template", "no_chat_template")
 SETTINGS += ("leave_out_cut_answers",)
-PAD = 0  # any id of the target's will do, as it is masked: a tokenizer's own may be missing, or no id of the target's
 
 
 def build_parser() -> Parser:
@@ -68,7 +71,7 @@ def build_parser() -> Parser:
     model = parser.add_argument_group("target")
     model.add_argument("--model_name", required=True, help="target model: a folder or a hub id")
     model.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    add_dtype_argument(model)
+    add_dtype_argument(model, "auto: bfloat16 where the device has matrix kernels for it, else float32")
     model.add_argument("--attn_implementation", default="sdpa", choices=ATTN_IMPLEMENTATIONS)
 
     data = parser.add_argument_group("data")
@@ -238,36 +241,22 @@ def continuation(tokenizer: PreTrainedTokenizerBase, prompt: list[int], new: lis
 
 
 class Writer:
-    """Answers batches of prompts with a frozen target."""
+    """Answers batches of prompts with a frozen target, and knows how fast."""
 
     def __init__(self, args: argparse.Namespace, target: Target, tokenizer: PreTrainedTokenizerBase):
-        self.target, self.tokenizer, self.end = target, tokenizer, target.eos_token_ids
-        sampling = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
-        self.settings = GenerationConfig(
-            max_new_tokens=args.max_new_tokens,
-            do_sample=args.temperature > 0,
-            eos_token_id=list(self.end) or None,
-            pad_token_id=PAD,
-            **(sampling if args.temperature > 0 else {}),
-        )
-        target.model.generation_config = GenerationConfig()  # the checkpoint's would fill gaps: penalties, beams
+        self.target, self.tokenizer, self.end, self.seed = target, tokenizer, target.eos_token_ids, args.seed
+        self.sampling = Sampling(args.temperature, args.top_k, args.top_p)
+        self.max_new_tokens = args.max_new_tokens
+        self.throughput = Throughput(target)
 
-    @torch.inference_mode()
-    def answers(self, prompts: list[list[int]], seed: int) -> Iterator[tuple[str, str]]:
-        """(text, finish) of each prompt; the batch's draws follow from `seed`."""
-        longest = max(map(len, prompts))
-        ids = torch.tensor([[PAD] * (longest - len(prompt)) + prompt for prompt in prompts])
-        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-        torch.manual_seed(seed)
-        device = self.target.device
-        written = self.target.model.generate(
-            input_ids=ids.to(device),
-            attention_mask=mask.to(device),
-            generation_config=self.settings,
-        )[:, longest:].tolist()
-        for prompt, row in zip(prompts, written, strict=True):
-            end = next((i for i, token in enumerate(row) if token in self.end), None)
-            yield continuation(self.tokenizer, prompt, row[:end]), "length" if end is None else "eos"
+    def answers(self, prompts: list[list[int]]) -> Iterator[tuple[str, str]]:
+        """(text, finish) of each prompt; at a temperature, an answer follows from the seed and its prompt."""
+        begun = time.perf_counter()
+        written = generate_batch(self.target, prompts, self.max_new_tokens, self.end, self.sampling, self.seed)
+        self.throughput.add(prompts, written, time.perf_counter() - begun)
+        for prompt, new in zip(prompts, written, strict=True):
+            ended = new[-1] in self.end
+            yield continuation(self.tokenizer, prompt, new[:-1] if ended else new), "eos" if ended else "length"
 
 
 def main(args: argparse.Namespace) -> None:
@@ -278,22 +267,21 @@ def main(args: argparse.Namespace) -> None:
     args.output.parent.mkdir(exist_ok=True)
     with lock_file("--output", args.output):
         device, tokenizer = resolve_device(args.device), load_tokenizer(args.model_name)
+        args.dtype = fastest_dtype(args.dtype, device)
         use_template(tokenizer, args)
         prompts = read_prompts(args, tokenizer)
         batches = plan_batches([len(prompt.ids) for prompt in prompts], args)
         done, size = batches_done(args, prompts, batches)
         if done < len(batches):
-            target = Target.load(
-                args.model_name,
-                dtype=resolve_dtype(args.dtype, device),
-                device=device,
-                attn_implementation=args.attn_implementation,
-            )
+            loading = {"dtype": DTYPES[args.dtype], "device": device, "attn_implementation": args.attn_implementation}
+            target = Target.load(args.model_name, **loading)
             if done == 0:
                 write_json(args.output.with_suffix(".run.json"), run_record(args))
             else:
                 print(f"going on with batch {done + 1} of {len(batches)}", file=sys.stderr)
-            write_answers(args, Writer(args, target, tokenizer), prompts, batches, done, size)
+            writer = Writer(args, target, tokenizer)
+            write_answers(args, writer, prompts, batches, done, size)
+            print(writer.throughput)
         print(f"{sum(1 for _ in args.output.open('rb'))} answers in {args.output}")
 
 
@@ -310,7 +298,7 @@ def write_answers(
         for number in numbers:
             chosen = [prompts[index] for index in batches[number]]
             lines = []
-            answers = writer.answers([prompt.ids for prompt in chosen], seed=args.seed * 1_000_003 + number)
+            answers = writer.answers([prompt.ids for prompt in chosen])
             for prompt, (text, finish) in zip(chosen, answers, strict=True):
                 if finish == "length" and args.leave_out_cut_answers:
                     continue

@@ -81,7 +81,7 @@ from training.conversations import OVERFLOW_POLICIES, ConversationData, PadColla
 from training.feature_cache import FeatureCache, open_caches
 from training.forward import teacher_features
 from training.head_loss import HeadLoss, ReplayLoss
-from training.held_out import BEST_NAME, EarlyStopping, HeldOutTraces, copy_best, keep_best
+from training.held_out import BEST_NAME, EarlyStopping, HeldOutTraces, copy_best, in_words, keep_best
 from training.loss import LOSS_KINDS, LossTerms, TrainingLoss
 from training.optimizers import SCHEDULES, build_optimizers, lr_factor, scale_lr
 from training.replay_loss import TRACES, ReplaySettings
@@ -260,7 +260,9 @@ def add_replay_flags(parser: Parser) -> None:
         help="staircase: the paper's training; replay: every draft that decoding verifies, at its own fill",
     )
     rows.add_argument("--trace", choices=TRACES, help="replay: which drafts count as accepted; default: replay")
-    rows.add_argument("--trace_temperature", type=number(float, 0), help="replay: of the decoding; default: 0, greedy")
+    rows.add_argument(
+        "--trace_temperature", type=number(float, 0), help="replay: of texts that do not say theirs; default: 0, greedy"
+    )
     rows.add_argument("--reject_weight", type=POSITIVE, help="replay: weight of rejected drafts; default: 1")
     rows.add_argument("--value_weight", action=Switch, help="replay: weigh drafts by what accepting them adds")
     rows.add_argument("--loss", default="kl", choices=LOSS_KINDS, help="tv: 1 - acceptance; lk: between the two")
@@ -793,6 +795,8 @@ class Trainer:
         if number is not None:
             ids, labels, mask = self.loss.texts(ids, labels, mask, number)
         teacher = {"labels": labels, "attention_mask": mask}
+        if self.loss.has_traces:
+            teacher["temperatures"] = batch["temperature"]
         if part in self.caches:
             cached = self.caches[part].load(rows, ids, mask)
             teacher |= {"features": cached.features, "hidden": cached.hidden, "teacher_best": cached.best}
@@ -850,7 +854,7 @@ class Trainer:
         batches = [longest_first[i : i + args.batch_size] for i in range(0, len(longest_first), args.batch_size)]
         shapes = [(n, fill) for n in self.splits for fill in range(1 if args.trained_with_use_deepest else n, n + 1)]
         sums = torch.zeros(len(shapes), 4, dtype=torch.float64, device=accelerator.device)
-        traces, lengths = HeldOutTraces(self.splits, accelerator.device), sums.new_zeros(2)
+        traces, lengths = HeldOutTraces(self.splits), sums.new_zeros(2)
         self.loss.eval()
         for number in range(accelerator.process_index, len(batches), accelerator.num_processes):
             if self.signals.received is not None:
@@ -882,9 +886,11 @@ class Trainer:
         total, rounds = accelerator.reduce(lengths, "sum").tolist()
         line |= {"al_sim": total / rounds} if rounds else {}
         progress.validated = progress.step
-        found = traces.figures(lambda value: accelerator.reduce(value, "sum"))
-        self.write_log(line | found)
-        if self.early is not None and self.early.judge(progress.step, found.get("traces", ()), figures):
+        found = traces.figures(gather_object)
+        self.write_log(line | ({"traces": found} if found else {}))
+        if found:
+            self.say(f"step {progress.step}: {in_words(found)}")
+        if self.early is not None and self.early.judge(progress.step, found, figures):
             if accelerator.is_main_process:
                 keep_best(self.head, args.output_dir)
             accelerator.wait_for_everyone()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -105,7 +105,8 @@ class ReplayedTexts:
             flags = replay_flags(head, target, outputs, hidden, tokens, self.sampling, uniforms)
             before, trace = trace, trace.with_flags(flags)
             if (trace.fills == before.fills).all():
-                return [_of_sequence(trace, sequence).counts() for sequence in range(len(batch.lengths))]
+                texts = range(len(batch.lengths))
+                return [trace.only(trace.sequences == sequence).counts() for sequence in texts]
 
 
 @dataclass(frozen=True)
@@ -129,10 +130,3 @@ class _Batch:
         real = torch.arange(ids.shape[1])[None] < torch.from_numpy(lengths)[:, None]
         features, hidden = teacher_features(target, ids.to(target.device), real.long().to(target.device), anchors)
         return cls(labels, lengths, features, hidden)
-
-
-def _of_sequence(trace: Trace, sequence: int) -> Trace:
-    """The events of one row of the batch."""
-    mine = trace.sequences == sequence
-    columns = ("sequences", "positions", "accepted", "fills", "answer_ends")
-    return replace(trace, **{name: getattr(trace, name)[mine] for name in columns})

@@ -27,8 +27,8 @@ STOP = ("--stop_on", "trace_alpha", "--stop_patience", 2, "--eval_interval", 1, 
 def scripted(monkeypatch, alphas):
     """Validations whose acceptance is the next of `alphas`, again and again where a validation is repeated."""
     left = iter(alphas)
-    figures = lambda *_: {"traces": [{"num_stages": 4, "verified": 100, "alpha": next(left)}]}  # noqa: E731
-    monkeypatch.setattr(HeldOutTraces, "figures", figures)
+    trace = {"num_stages": 4, "verified": 100, "alpha_by_temperature": {}}
+    monkeypatch.setattr(HeldOutTraces, "figures", lambda *_: [trace | {"alpha": next(left)}])
 
 
 def test_patience_counts_validations_since_the_best():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -332,6 +334,31 @@ def test_a_text_learned_by_heart_decodes_as_its_trace_says():
     assert result.alpha > 0.85
     assert result.cycles == trace.counts().cycles
     assert replay.running.alpha() > 0.7
+
+
+def test_each_text_is_replayed_at_its_own_temperature():
+    """Greedy and sampled texts in one batch: flags as if each kind were alone, draws that depend on a text and not on
+    its neighbours, padding or place, and the given temperature for texts that say none."""
+    sizes = (2, 2, 2)
+    target = tiny_target("llama", layers=LAYERS)
+    head = tiny_head(target, sizes, draft_vocab=40)
+    texts, starts = [random_prompt(length, seed=length) for length in (14, 20, 17)], [4, 6, 5]
+
+    def flags(chosen, temperatures, default):
+        ids, labels, mask = batch_of([texts[i] for i in chosen], [starts[i] for i in chosen])
+        features, hidden = teacher_features(target, ids, mask, head.config.anchors)
+        teacher = {"features": features, "hidden": hidden, "labels": labels, "attention_mask": mask}
+        if temperatures is not None:
+            teacher["temperatures"] = torch.tensor(temperatures, dtype=torch.float64)
+        replay = Replay(head, target, ReplaySettings(sampling=Sampling(temperature=default)))
+        trace, _ = replay.renewed(teacher, sizes, np.random.default_rng(0), repeats=40)
+        return {text: trace.only(trace.sequences == row).accepted.tolist() for row, text in enumerate(chosen)}
+
+    alone = {text: flags([text], None, default) for text, default in ((0, 0.0), (1, 2.0), (2, 0.7))}
+    expected = {text: found[text] for text, found in alone.items()}
+    assert flags([0, 1, 2], [0.0, 2.0, 0.7], 1.0) == expected
+    assert flags([2, 0, 1], [0.7, math.nan, 2.0], 0.0) == expected
+    assert flags([1, 0], [0.0, 2.0], 1.0) != {text: expected[text] for text in (0, 1)}
 
 
 def test_weights_of_events():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from tests.test_train import (
@@ -79,6 +81,33 @@ def test_same_run_with_one_and_two_processes(work, tmp_path):  # noqa: F811
         assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-4)
         assert ours["trace_n4"]["alpha"] == pytest.approx(theirs["trace_n4"]["alpha"], abs=1e-3)
     assert one[-1]["traces"][0]["alpha"] == pytest.approx(two[-1]["traces"][0]["alpha"], abs=0.02)
+
+
+def test_greedy_and_sampled_texts_mix(work, tmp_path, capsys):  # noqa: F811
+    """Guards the way from a line's temperature to its trace: texts that all say 1 are trained on and judged as with
+    --trace_temperature 1, and those of a mixed file by their own."""
+
+    def with_temperatures(name, greedy):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "target").symlink_to(work / "target")
+        lines = [json.loads(line) for line in (work / "data.jsonl").read_text().splitlines()]
+        texts = [line | {"temperature": 0 if greedy(index) else 1} for index, line in enumerate(lines)]
+        (folder / "data.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
+        return folder
+
+    settings = [*REPLAY, "--max_steps", 2, "--val_fraction", 0.3]
+    sampled, mixed = with_temperatures("sampled", lambda index: False), with_temperatures("mixed", lambda i: i % 2)
+    assert run(sampled, tmp_path / "said", *settings) == 0
+    assert run(work, tmp_path / "told", *settings, "--trace_temperature", 1) == 0
+    assert_same_weights(weights(tmp_path / "said"), weights(tmp_path / "told"))
+    assert comparable(tmp_path / "said") == comparable(tmp_path / "told")
+    capsys.readouterr()
+    assert run(mixed, tmp_path / "both", *settings) == 0
+    trace = read_log(tmp_path / "both" / "log.jsonl")[-1]["traces"][0]
+    assert list(trace["alpha_by_temperature"]) == ["0", "1"]
+    assert f"{trace['alpha_by_temperature']['1']:.4f} at T = 1" in capsys.readouterr().err
+    assert trace["alpha_by_temperature"]["1"] > trace["alpha_by_temperature"]["0"]  # this target's answers are random
 
 
 def test_feature_cache_serves_replay(work, tmp_path):  # noqa: F811

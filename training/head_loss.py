@@ -42,7 +42,8 @@ class HeadLoss(nn.Module):
     def of_batch(
         self, teacher: dict[str, Tensor], stage_sizes: tuple[int, ...], fill: int, micro_batch: int
     ) -> TrainingLoss:
-        return training_loss(self.head, self.target, **teacher, stage_sizes=stage_sizes, fill=fill, **self.settings)
+        texts = {name: value for name, value in teacher.items() if name != "temperatures"}  # every draft learns alike
+        return training_loss(self.head, self.target, **texts, stage_sizes=stage_sizes, fill=fill, **self.settings)
 
     def texts(
         self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor, micro_batch: int
@@ -93,16 +94,19 @@ class HeadLoss(nn.Module):
         """Whether decoding with this head can be replayed."""
         return type(self.head) in (SpeculationHead, FixedRowHead) and self.head.config.trained_with_use_deepest
 
-    def held_out(self, teacher: dict[str, Tensor], stage_sizes: tuple[int, ...], number: int) -> TraceCounts | None:
-        """What decoding would verify and accept of held-out texts; None for a head that has no replay.
+    def held_out(
+        self, teacher: dict[str, Tensor], stage_sizes: tuple[int, ...], number: int
+    ) -> dict[float, TraceCounts]:
+        """What decoding would verify and accept of held-out texts, by temperature; empty for a head without a replay.
 
-        `number` of the batch seeds its draws.
+        `number` of the batch seeds the draws that its replay begins with.
         """
         if not self.has_traces:
-            return None
+            return {}
         replay = self._held_out_replay()
         trace, _ = replay.renewed(teacher, stage_sizes, np.random.default_rng((0, 5, number)), HELD_OUT_REPEATS)
-        return trace.counts()
+        temperatures = replay.temperatures(teacher, trace)
+        return {float(each): trace.only(temperatures == each).counts() for each in np.unique(temperatures)}
 
     def _held_out_replay(self) -> Replay:
         return Replay(self.head, self.target, ReplaySettings())

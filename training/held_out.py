@@ -9,10 +9,11 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import reduce
+from operator import add
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from pipeline_model import SpeculationHead, save_head
@@ -23,30 +24,51 @@ BEST_NAME = "speculation_head_best.pt"
 
 
 class HeldOutTraces:
-    """What decoding would verify and accept of the held-out answers, for each n."""
+    """What decoding would verify and accept of the held-out answers, for each n and temperature of the texts."""
 
-    def __init__(self, splits: Mapping[int, tuple[int, ...]], device: torch.device):
+    def __init__(self, splits: Mapping[int, tuple[int, ...]]):
         self._splits = splits
-        self._sums = {n: torch.zeros(2 * n + 1, dtype=torch.float64, device=device) for n in splits}
+        self._counts: dict[tuple[int, float], TraceCounts] = {}  # of this process
 
     def add(self, loss: HeadLoss, teacher: dict[str, Tensor], number: int) -> None:
         """Count a batch's answers; nothing for heads that have no replay."""
         for n, stage_sizes in self._splits.items():
-            counts = loss.held_out(teacher, stage_sizes, number)
-            if counts is not None:
-                values = [*counts.verified_by_fill, *counts.accepted_by_fill, counts.runs]
-                self._sums[n] += self._sums[n].new_tensor(values)
+            for temperature, counts in loss.held_out(teacher, stage_sizes, number).items():
+                _add(self._counts, (n, temperature), counts)
 
-    def figures(self, reduce: Callable[[Tensor], Tensor]) -> dict[str, list[dict[str, Any]]]:
-        """`traces`, for the log: alpha, alpha by fill, L_acc of each n. Empty without events."""
+    def figures(self, gather: Callable[[list], list]) -> list[dict[str, Any]]:
+        """For the log: alpha, alpha by fill and temperature, L_acc of each n. Empty without events.
+
+        gather: makes one list of those of all processes.
+        """
+        total: dict[tuple[int, float], TraceCounts] = {}
+        for key, counts in gather(list(self._counts.items())):
+            _add(total, key, counts)
         traces = []
-        for n, sums in self._sums.items():
-            values = reduce(sums).cpu().numpy()
-            counts = TraceCounts(values[:n], values[n : 2 * n], int(values[-1]))
-            if counts.verified:
+        for n in self._splits:
+            parts = {temperature: total[key] for key in sorted(total) for temperature in key[1:] if key[0] == n}
+            if parts:
+                counts = reduce(add, parts.values())
                 names = ("verified", "alpha", "alpha_by_fill", "accept_length")
-                traces.append({"num_stages": n} | {name: getattr(counts, name) for name in names})
-        return {"traces": traces} if traces else {}
+                by_temperature = {f"{temperature:g}": part.alpha for temperature, part in parts.items()}
+                figures = {name: getattr(counts, name) for name in names}
+                traces.append({"num_stages": n} | figures | {"alpha_by_temperature": by_temperature})
+        return traces
+
+
+def _add(counts: dict[tuple[int, float], TraceCounts], key: tuple[int, float], more: TraceCounts) -> None:
+    counts[key] = counts[key] + more if key in counts else more
+
+
+def in_words(traces: Sequence[Mapping[str, Any]]) -> str:
+    """The acceptance of `HeldOutTraces.figures`, for the user."""
+    parts = []
+    for trace in traces:
+        by_temperature = trace["alpha_by_temperature"].items()
+        parts.append(f"{trace['alpha']:.4f} at n = {trace['num_stages']}")
+        if len(by_temperature) > 1:
+            parts[-1] += f" ({', '.join(f'{alpha:.4f} at T = {temperature}' for temperature, alpha in by_temperature)})"
+    return f"held-out drafts accepted: {', '.join(parts)}"
 
 
 @dataclass

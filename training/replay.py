@@ -66,6 +66,14 @@ class TraceCounts:
     accepted_by_fill: np.ndarray  # [n]
     runs: int  # a run ends with a rejection, or with the answer
 
+    def __add__(self, other: TraceCounts) -> TraceCounts:
+        """Of the answers of both, for the same n."""
+        return TraceCounts(
+            self.verified_by_fill + other.verified_by_fill,
+            self.accepted_by_fill + other.accepted_by_fill,
+            self.runs + other.runs,
+        )
+
     @property
     def verified(self) -> int:
         return int(self.verified_by_fill.sum())
@@ -128,6 +136,11 @@ class Trace:
         # The end of an answer is the end of a run: the next answer begins with one token in flight.
         fills = fills_of(accepted & ~self.answer_ends, self.num_stages)
         return replace(self, accepted=accepted, fills=fills)
+
+    def only(self, chosen: np.ndarray) -> Trace:
+        """Some of the events, chosen [E] bool: all of a sequence or none, as fills follow from the events before."""
+        columns = ("sequences", "positions", "accepted", "fills", "answer_ends")
+        return replace(self, **{name: getattr(self, name)[chosen] for name in columns})
 
     def full(self) -> Trace:
         """The same events, each with as many tokens in flight as there can be."""

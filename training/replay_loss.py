@@ -6,8 +6,9 @@ head's running acceptance, with which the flags of a new text begin, is the only
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -30,7 +31,7 @@ class ReplaySettings:
 
     trace: str = "replay"  # "replay": of the head as it is; "bernoulli": drawn; "full": a full pipeline
     repeats: int = 1  # of the replay; after k the first k events of an answer are exact
-    sampling: Sampling = field(default_factory=Sampling)  # the decoding that is replayed
+    sampling: Sampling = field(default_factory=Sampling)  # the decoding that is replayed; a text's own temperature wins
     reject_weight: float = 1.0  # of events whose draft was rejected
     value_weight: bool = False  # weigh events by what their acceptance adds to a run
     seed: int = 0
@@ -93,20 +94,36 @@ class Replay:
         trace = trace.with_flags(bernoulli_flags(trace, self.running.alpha(), random))
         if settings.trace == "bernoulli" or not trace.num_events:
             return trace, 0
-        at = _places(trace, teacher["labels"].device)
-        uniforms = torch.from_numpy(random.random(trace.num_events)).to(at[0].device)
         changed = 0
         for _ in range(settings.repeats if repeats is None else repeats):
             before = trace.fills
             with torch.no_grad():
                 outputs = self.outputs(teacher, stage_sizes, trace)
-            tokens = teacher["labels"][at[0], at[1] + 1]
-            flags = replay_flags(
-                self.head, self.target, outputs, teacher["hidden"][at], tokens, settings.sampling, uniforms
-            )
-            trace = trace.with_flags(flags)
+            trace = trace.with_flags(self._flags(teacher, trace, outputs))
             changed = int((trace.fills != before).sum())
         return trace, changed
+
+    def temperatures(self, teacher: Mapping[str, Tensor], trace: Trace) -> np.ndarray:
+        """At which each event's text was written, [E]; that of the settings where it is not known."""
+        texts, default = teacher.get("temperatures"), self.settings.sampling.temperature
+        if texts is None:
+            return np.full(trace.num_events, default)
+        texts = texts.cpu().numpy()
+        return np.where(np.isnan(texts), default, texts)[trace.sequences]
+
+    def _flags(self, teacher: Mapping[str, Tensor], trace: Trace, outputs: Tensor) -> np.ndarray:
+        """Whether each event's draft is accepted, [E] bool, from the head's rows there, [E, H]."""
+        labels, at = teacher["labels"], _places(trace, outputs.device)
+        tokens, hidden = labels[at[0], at[1] + 1], teacher["hidden"][at]
+        uniforms = text_uniforms(labels.cpu().numpy(), trace, self.settings.seed)
+        uniforms = torch.from_numpy(uniforms).to(outputs.device)
+        temperatures, flags = self.temperatures(teacher, trace), np.zeros(trace.num_events, dtype=bool)
+        for temperature in np.unique(temperatures):
+            mine = torch.from_numpy(temperatures == temperature).to(outputs.device)
+            rows = outputs[mine], hidden[mine], tokens[mine]
+            sampling = replace(self.settings.sampling, temperature=float(temperature))
+            flags[temperatures == temperature] = replay_flags(self.head, self.target, *rows, sampling, uniforms[mine])
+        return flags
 
     def loss(
         self, teacher: Mapping[str, Tensor], stage_sizes: Sequence[int], trace: Trace
@@ -132,6 +149,21 @@ class Replay:
             worth = rest[np.minimum(trace.fills, trace.num_stages - 1)]  # R of the fill after an acceptance
             weights *= worth / worth.mean() if len(worth) else 1
         return None if (weights == 1).all() else torch.from_numpy(weights).to(device)
+
+
+def text_uniforms(labels: np.ndarray, trace: Trace, seed: int) -> np.ndarray:
+    """Draws that decide whether sampled drafts are accepted, one per event: [E], uniform in [0, 1).
+
+    They follow from seed, text (of labels [B, S]) and position alone: a draft that has become likelier is accepted
+    wherever it was before.
+    """
+    draws = np.empty(trace.num_events)
+    for sequence in np.unique(trace.sequences):
+        mine, text = trace.sequences == sequence, labels[sequence]
+        text = text[: np.flatnonzero(text >= 0)[-1] + 1]  # without padding
+        random = np.random.default_rng((seed, 4, zlib.crc32(text.astype(np.int64).tobytes())))
+        draws[mine] = random.random(len(text))[trace.positions[mine]]
+    return draws
 
 
 def _places(trace: Trace, device: torch.device) -> tuple[Tensor, Tensor]:

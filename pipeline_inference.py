@@ -38,6 +38,7 @@ from decoding.nodes import HostCopies, NodeBoard
 from decoding.result import GenerationResult, TokenEvent
 from decoding.sampling import NEUTRAL, Sampling, Verdict, draw, verify
 from decoding.stage import partition
+from decoding.static_head import DraftRows, StaticHead
 from decoding.text import TextStream, paint
 from decoding.tree import Node, TokenTree, living
 from loading.chat_template import add_template_flags, check_template_flags, use_template
@@ -304,14 +305,23 @@ class SPDDrafter:
     PREFILL_CHUNK = 256  # prompt tokens that the head takes in at once: its masks are as wide as the whole prompt
 
     def __init__(
-        self, head: SpeculationHead, target: Target, stage_sizes: Sequence[int], use_deepest: bool | None = None
+        self,
+        head: SpeculationHead,
+        target: Target,
+        stage_sizes: Sequence[int],
+        use_deepest: bool | None = None,
+        *,
+        compiled: bool = False,
     ):
+        """`compiled`: a cycle's step goes through compiled functions, on CUDA as one graph; prompts run as ever."""
         self.head, self.target = head, target
         self.draft_token_ids = head.draft_token_ids
         self.use_deepest = head.config.trained_with_use_deepest if use_deepest is None else use_deepest
         self._anchors = head.config.anchors
         self._types = head.depth_types(stage_sizes)
-        self._num_stages = len(stage_sizes)
+        self._stage_sizes, self._num_stages = stage_sizes, len(stage_sizes)
+        self._compiled = compiled
+        self._static: StaticHead | None = None  # of compiled steps, as large as the largest generation so far
         self._cache: HeadCache | None = None
         self._features: Tensor | None = None  # [nodes, m, H] anchors of the live nodes
         self._anchor_features: dict[int, Tensor] = {}  # b -> h_b of the live nodes, [nodes, H]: views of these
@@ -321,13 +331,9 @@ class SPDDrafter:
         self._entered: tuple[list[int], Tensor] | None = None  # ids and h_0 of nodes that the next draft takes in
 
     def start(self, plan: CachePlan, features: Tensor, path: Sequence[Node]) -> None:
-        prompt_length, anchors, hidden = features.shape
-        # Rows of in-flight nodes follow the rows that stay; a chain has at most n + 1 of them, a tree `nodes`.
-        self._cache = HeadCache(self.head, plan.slots + plan.nodes)
-        self._features = features.new_zeros(plan.nodes, anchors, hidden)
+        prompt_length = len(features)
+        self._allocate(plan)
         self._anchor_features = dict(zip(self._anchors, self._features.unbind(1), strict=True))
-        depth = len(self.head.spec_layers) if self.head.fixed_rows else 1
-        self._rows = features.new_zeros(depth, plan.nodes, hidden)
         self._row_types = [None] * plan.nodes
         for node in path:
             self._features[node.id] = features[node.position]
@@ -339,6 +345,24 @@ class SPDDrafter:
             rows = self.head.shown_rows(self._types[-1], features[part])
             self.head.forward_rows(rows, (cos[:, part], sin[:, part]), self._cache)
             self._cache.length = part.stop
+
+    def _allocate(self, plan: CachePlan) -> None:
+        """Memory for a generation: new, but for compiled steps, which keep theirs."""
+        if self._compiled:
+            plan, kept = plan.in_steps(), self._static
+            if kept is None or not kept.plan.fits(plan) or kept.plan.width != plan.width:
+                plan = plan if kept is None else plan.joined(kept.plan)
+                self._static = kept = None  # its memory can be used again
+                self._static = StaticHead(self.head, self.target, self._stage_sizes, plan)
+            self._cache, self._features, self._rows = self._static.cache, self._static.features, self._static.shown
+            self._cache.clear()
+            return
+        # Rows of in-flight nodes follow the rows that stay; a chain has at most n + 1 of them, a tree `nodes`.
+        self._cache = HeadCache(self.head, plan.slots + plan.nodes)
+        like, hidden = {"dtype": self.target.dtype, "device": self.target.device}, self.target.config.hidden_size
+        self._features = torch.zeros(plan.nodes, len(self._anchors), hidden, **like)
+        depth = len(self.head.spec_layers) if self.head.fixed_rows else 1
+        self._rows = torch.zeros(depth, plan.nodes, hidden, **like)
 
     def enter(self, nodes: Sequence[Node], h0: Tensor) -> None:
         for node in nodes:
@@ -361,29 +385,40 @@ class SPDDrafter:
         staying = sum(self._stays(node, newest) for node in nodes)
         for level in tree.levels:
             nodes.extend(level)
-        ids, positions = [node.id for node in nodes], [node.position for node in nodes]
-        changed = self._changed(nodes, newest)
         entered, h0 = self._entered or ([], None)
         self._entered = None
-        branched = len(nodes) > newest + 1 - positions[0]
-        ancestors = _ancestors(nodes) if branched else []
+        branched = len(nodes) > newest + 1 - nodes[0].position
+        rows = DraftRows(
+            nodes=[node.id for node in nodes],
+            positions=[node.position for node in nodes],
+            seen=_ancestors(nodes) if branched else None,
+            frontier=len(frontier),
+            changed=self._changed(nodes, newest),
+            entered=entered,
+        )
+        logits = self._run(rows, h0) if self._static is None else self._static.draft(rows, h0)
+        self._cache.length += staying
+        return logits
+
+    def _run(self, rows: DraftRows, h0: Tensor | None) -> Tensor:
+        """The step as it comes: logits [F, V_d]."""
         # All that the device has to know of this cycle, in one copy.
-        lists = [entered, ids, positions, *changed.values(), ancestors]
+        seen = [] if rows.seen is None else rows.seen.ravel().tolist()
+        lists = [rows.entered, rows.nodes, rows.positions, *rows.changed.values(), seen]
         at_entered, at_rows, at_positions, *at_changed, seen = self._copies.copy_each(lists)
-        if entered:
+        if h0 is not None:
             self._anchor_features[0].index_copy_(0, at_entered, h0)
-        for kind, at_kind in zip(changed, at_changed, strict=True):
+        for kind, at_kind in zip(rows.changed, at_changed, strict=True):
             self._rows.index_copy_(1, at_kind, self.head.shown_rows(kind, self._features.index_select(0, at_kind)))
 
-        cos, sin = self.target.rope(newest + 1)
+        cos, sin = self.target.rope(rows.positions[-1] + 1)
         hidden = self.head.forward_rows(
             self._rows.index_select(1, at_rows),
             (cos.index_select(1, at_positions), sin.index_select(1, at_positions)),
             self._cache,
-            self._tree_mask(seen.view(len(nodes), -1)) if branched else None,
-            outputs=len(frontier),
+            None if rows.seen is None else self._tree_mask(seen.view(len(rows.nodes), -1)),
+            outputs=rows.frontier,
         )
-        self._cache.length += staying
         return self.head.lm_head(self.target.norm(hidden))
 
     def rows_seen(self, tree: TokenTree) -> RowsSeen:
@@ -415,15 +450,15 @@ class SPDDrafter:
         return torch.cat([cached, seen.bool()], dim=1)
 
 
-def _ancestors(nodes: Sequence[Node]) -> list[int]:
-    """For each of R nodes, whether it sees each of them: 1 for itself and its ancestors, R * R numbers."""
+def _ancestors(nodes: Sequence[Node]) -> np.ndarray:
+    """For each of R nodes, whether it sees each of them: 1 for itself and its ancestors, [R, R]."""
     row_of = {node.id: row for row, node in enumerate(nodes)}
     seen = np.eye(len(nodes), dtype=int)
     for row, node in enumerate(nodes):
         parent = row_of.get(node.parent.id) if node.parent is not None else None
         if parent is not None:
             seen[row] |= seen[parent]
-    return seen.ravel().tolist()
+    return seen
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -954,7 +989,7 @@ class Demo:
         args, sizes = self.args, head.config.split(self.target.num_layers)
         return self.decoder(
             LocalExecutor(self.target, sizes, head.config.anchors, compiled=args.compile),
-            SPDDrafter(head, self.target, sizes, args.use_deepest),
+            SPDDrafter(head, self.target, sizes, args.use_deepest, compiled=args.compile),
             draft_top_k=args.draft_top_k,
             verify_lag=args.verify_lag,
             verify_drafts=args.verify,

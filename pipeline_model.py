@@ -25,9 +25,9 @@ The staircase, for n = 4 and a full pipeline, one column a token (10 is the newe
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -927,6 +927,23 @@ class _SplitAttention:
         hidden = residual + self.self_attn.o_proj(attended)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
+    def run_rows(
+        self, rows: Tensor, rope: tuple[Tensor, Tensor], write: Callable, mask: Tensor | None, asked: int
+    ) -> Tensor:
+        """All steps: R rows become keys and values, and the last `asked` of them queries, [B, asked, H] afterwards.
+
+        write: stores the rows' keys and values, and returns all that there are. mask [asked, keys] bool; None: all
+        are visible.
+        """
+        asking = slice(rows.shape[1] - asked, rows.shape[1])
+        normed = self.input_layernorm(rows)
+        keys, values = write(*self.keys_values(normed, rope))
+        if asked == 0:
+            return rows[:, asking]
+        query, gate = self.queries(normed[:, asking], (rope[0][:, asking], rope[1][:, asking]))
+        attended = grouped_attention(query, keys, values, mask, self.self_attn.scaling)
+        return self.finish(rows[:, asking], attended, gate)
+
 
 class Qwen3SpecLayer(_SplitAttention, Qwen3DecoderLayer):
     gated = False
@@ -992,6 +1009,16 @@ class HeadCache:
         self._keys[layer][:, :, self.length : end] = key
         self._values[layer][:, :, self.length : end] = value
         return self._keys[layer][:, :, :end], self._values[layer][:, :, :end]
+
+    def tensors(self, layer: int) -> tuple[Tensor, Tensor]:
+        """All memory of a layer, [1, H_kv, capacity, D] each."""
+        return self._keys[layer], self._values[layer]
+
+    def clear(self) -> None:
+        """Forget all rows: a mask hides what an earlier generation left, unless that is no number."""
+        self.length = 0
+        self._keys.zero_()
+        self._values.zero_()
 
 
 class SpeculationHead(nn.Module):
@@ -1069,23 +1096,25 @@ class SpeculationHead(nn.Module):
         """
         count, rows, causal = shown.shape[1], shown[:1], mask is None
         for index, layer in enumerate(self.spec_layers):
-            if self.fixed_rows and index > 0:
-                rows = torch.cat([shown[index : index + 1, : count - outputs], rows], dim=1)
-            normed = layer.input_layernorm(rows)
-            keys, values = cache.write(index, *layer.keys_values(normed, rope))
-            # The last layer's other rows are only ever keys and values, as fixed ones are everywhere.
-            asked = outputs if self.fixed_rows or index == len(self.spec_layers) - 1 else count
-            asking = slice(count - asked, count)
-            rows = rows[:, asking]
-            if asked == 0:
-                continue
-            query, gate = layer.queries(normed[:, asking], (rope[0][:, asking], rope[1][:, asking]))
+            rows, asked = self.rows_into(index, rows, shown, outputs), self.num_queries(index, count, outputs)
             if causal and mask is None and asked > 1:
                 mask = causal_mask(count, cache.length, rows.device)
-            visible = None if causal and asked == 1 else mask[asking]
-            attended = grouped_attention(query, keys, values, visible, layer.self_attn.scaling)
-            rows = layer.finish(rows, attended, gate)
+            visible = None if causal and asked <= 1 else mask[count - asked :]
+            rows = layer.run_rows(rows, rope, partial(cache.write, index), visible, asked)
         return rows[0]
+
+    def rows_into(self, index: int, moved: Tensor, shown: Tensor, outputs: int) -> Tensor:
+        """The rows [1, R, H] that a layer takes in; moved: the output of the layer before, or the shown rows."""
+        if self.fixed_rows and index > 0:
+            return torch.cat([shown[index : index + 1, : shown.shape[1] - outputs], moved], dim=1)
+        return moved
+
+    def num_queries(self, index: int, count: int, outputs: int) -> int:
+        """How many of a layer's `count` rows, the last ones, are queries.
+
+        The last layer's other rows are only ever keys and values, as fixed ones are everywhere.
+        """
+        return outputs if self.fixed_rows or index == len(self.spec_layers) - 1 else count
 
 
 class FixedRowHead(SpeculationHead):

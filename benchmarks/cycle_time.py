@@ -90,7 +90,8 @@ class Bench:
 
     def pipeline(self, width: int, compiled: bool = False) -> Generation:
         executor = LocalExecutor(self.target, self.sizes, self.head.config.aggr_feature_bound, compiled=compiled)
-        drafter = (FullTreeDrafter if width > 1 else SPDDrafter)(self.head, self.target, self.sizes)
+        drafter_class = FullTreeDrafter if width > 1 else SPDDrafter
+        drafter = drafter_class(self.head, self.target, self.sizes, compiled=compiled)
         decoder = Decoder(executor, drafter, draft_top_k=width, verify_drafts=False)
         return decoder.start(self.prompt, self.args.cycles + 3 * self.args.num_stages)
 

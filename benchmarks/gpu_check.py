@@ -96,7 +96,7 @@ class Checks:
             for width, lag in ((1, 0), (4, 0), (1, 1)):
                 head = tiny_head(target, (2, 2)).to(self.device)
                 executor = LocalExecutor(target, (2, 2), head.config.anchors, compiled=compiled)
-                drafter = SPDDrafter(head, target, (2, 2))
+                drafter = SPDDrafter(head, target, (2, 2), compiled=compiled)
                 decoder = Decoder(executor, drafter, draft_top_k=width, verify_lag=lag)
                 tokens = decoder.generate(random_prompt(9), TINY_TOKENS).tokens
                 if tokens != expected:
@@ -123,7 +123,7 @@ class Checks:
         prompt = encode_prompt(load_tokenizer(args.base_model_path), PROMPT)
         standard = Decoder(LocalExecutor(target, (target.num_layers,), compiled=compiled))
         executor = LocalExecutor(target, sizes, head.config.anchors, compiled=compiled)
-        decoder = Decoder(executor, SPDDrafter(head, target, sizes))
+        decoder = Decoder(executor, SPDDrafter(head, target, sizes, compiled=compiled))
         for warm in (standard, decoder):
             warm.generate(prompt, 8)
         expected, result = (d.generate(prompt, args.max_new_tokens) for d in (standard, decoder))

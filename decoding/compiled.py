@@ -19,7 +19,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.func import functional_call
 
 from loading.target_config import LINEAR
-from pipeline_model import KVMemory, LinearMemory, Place, Target
+from pipeline_model import KVMemory, LinearMemory, Place, SpeculationHead, Target
 from script_utils import first_line
 
 
@@ -49,9 +49,27 @@ def allow_shapes() -> None:
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = MOST_SHAPES
 
 
-# What has been compiled for a target lives as long as the target does: by kind of layer, and its lm_head.
-_LAYERS: WeakKeyDictionary[Target, dict[tuple, Callable[..., Tensor]]] = WeakKeyDictionary()
-_LOGITS: WeakKeyDictionary[Target, Callable[[Tensor], Tensor]] = WeakKeyDictionary()
+# What has been compiled lives as long as the model that it was compiled for: by kind.
+_COMPILED: WeakKeyDictionary[Target | SpeculationHead, dict[tuple, Callable]] = WeakKeyDictionary()
+
+
+def _compiled_once(model: Target | SpeculationHead, kind: tuple, function: Callable[[], Callable]) -> Callable:
+    """What `function` returns, compiled for static shapes; the same one whenever this kind is asked for again."""
+    compiled = _COMPILED.setdefault(model, {})
+    if kind not in compiled:
+        allow_shapes()
+        compiled[kind] = torch.compile(function(), dynamic=False, fullgraph=True)
+    return compiled[kind]
+
+
+def _shapes(module: nn.Module) -> tuple:
+    """What two modules have in common which one compiled function can serve."""
+    return tuple((name, weight.shape) for name, weight in module.named_parameters())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The target
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def compiled_layer(target: Target, index: int) -> Callable[..., Tensor]:
@@ -60,14 +78,11 @@ def compiled_layer(target: Target, index: int) -> Callable[..., Tensor]:
     (weights, hidden [W, 1, H], rope, mask, the layer's two memory tensors, nodes, parents, slots, [W] each) -> the
     layer's output. It is compiled anew for other shapes only.
     """
-    layer, compiled = target.layers[index], _LAYERS.setdefault(target, {})
-    shapes = tuple((name, weight.shape) for name, weight in layer.named_parameters())
-    kind = target.layer_types[index], shapes
-    if kind not in compiled:
-        memory_class = LinearMemory if target.layer_types[index] == LINEAR else KVMemory
-        allow_shapes()
-        compiled[kind] = torch.compile(partial(_run_layer, _empty(layer), memory_class), dynamic=False, fullgraph=True)
-    return compiled[kind]
+    layer, kind = target.layers[index], target.layer_types[index]
+    memory_class = LinearMemory if kind == LINEAR else KVMemory
+    return _compiled_once(
+        target, ("layer", kind, _shapes(layer)), lambda: partial(_run_layer, _empty(layer), memory_class)
+    )
 
 
 def _run_layer(template, memory_class, weights, hidden, rope, mask, first, second, nodes, parents, slots):
@@ -78,16 +93,86 @@ def _run_layer(template, memory_class, weights, hidden, rope, mask, first, secon
     return functional_call(template, weights, (hidden,), settings, strict=True)
 
 
-def compiled_logits(target: Target) -> Callable[[Tensor], Tensor]:
-    """`Target.logits` of one h_L [H], compiled. NotCompiled where that is impossible."""
-    if target not in _LOGITS:
-        last = nn.Sequential(target.norm, target.lm_head)
-        run = torch.compile(partial(functional_call, _empty(last)), dynamic=False, fullgraph=True)
-        weights = dict(last.named_parameters())
-        with compiling(layers_of(target)):
-            run(weights, (target.norm.weight.new_zeros(target.config.hidden_size),))
-        _LOGITS[target] = lambda hidden: run(weights, (hidden,))
-    return _LOGITS[target]
+def compiled_logits(target: Target, head: SpeculationHead | None = None, width: int = 1) -> Callable[[Tensor], Tensor]:
+    """Final norm and lm_head, the target's or a head's, of at most `width` rows: [..., H] -> [..., V].
+
+    Compiled for `width` rows: the first one stands in for missing ones. NotCompiled where that is impossible.
+    """
+    last = nn.Sequential(target.norm, target.lm_head if head is None else head.lm_head)
+    run = _compiled_once(head or target, ("logits", width), lambda: partial(functional_call, _empty(last)))
+    weights = dict(last.named_parameters())
+
+    def logits(hidden: Tensor) -> Tensor:
+        rows = hidden.view(-1, hidden.shape[-1])
+        if len(rows) < width:
+            rows = torch.cat([rows, rows[:1].expand(width - len(rows), -1)])
+        return run(weights, (rows,))[: hidden.shape[:-1].numel()].view(*hidden.shape[:-1], -1)
+
+    with compiling(layers_of(target)):
+        logits(target.norm.weight.new_zeros(width, target.config.hidden_size))
+    return logits
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A speculation head
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class _Projections(nn.Module):
+    """The rows of all types: see `compiled_projections`."""
+
+    def __init__(self, head: SpeculationHead):
+        super().__init__()
+        self.head = head
+
+    def forward(self, features: Tensor, nodes: Tensor) -> Tensor:
+        rows = [self.head.shown_rows(kind, features.index_select(0, ids)) for kind, ids in enumerate(nodes.unbind())]
+        return torch.cat(rows, dim=1)
+
+
+def compiled_projections(head: SpeculationHead) -> Callable[[Tensor, Tensor], Tensor]:
+    """`shown_rows` of W nodes of each of K types: features [nodes, m, H], node ids [K, W] -> [D, K * W, H]."""
+    whole = _Projections(head)
+    run = _compiled_once(head, ("projections",), lambda: partial(functional_call, _empty(whole)))
+    elsewhere = ("head.spec_layers.", "head.lm_head.")
+    weights = {name: weight for name, weight in whole.named_parameters() if not name.startswith(elsewhere)}
+    return lambda features, nodes: run(weights, (features, nodes))
+
+
+class _RowsLayer(nn.Module):
+    """A speculation layer's `run_rows` as a module's forward."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *args) -> Tensor:
+        return self.layer.run_rows(*args)
+
+
+def compiled_head_layer(head: SpeculationHead, index: int, asked: int) -> Callable[..., Tensor]:
+    """A speculation layer over R rows, of which the last `asked` are queries; one for all layers with as many.
+
+    (rows [1, R, H], rope, mask [asked, capacity], keys, values [1, H_kv, capacity, D], slots [R] that the rows' own
+    keys and values go to) -> [1, asked, H].
+    """
+    layer = _RowsLayer(head.spec_layers[index])
+    run = _compiled_once(head, ("layer", asked, _shapes(layer)), lambda: partial(_run_head_layer, _empty(layer), asked))
+    return partial(run, dict(layer.named_parameters()))
+
+
+def _run_head_layer(template, asked, weights, rows, rope, mask, keys, values, slots):
+    """A speculation layer with the weights of any of them: see `compiled_head_layer`."""
+
+    def write(key, value):
+        return keys.index_copy_(2, slots, key), values.index_copy_(2, slots, value)
+
+    return functional_call(template, weights, (rows, rope, write, mask, asked), strict=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Modules whose weights come from outside
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def _empty(layer: nn.Module) -> nn.Module:

@@ -26,10 +26,12 @@ class HostCopies:
         self._buffers: list[tuple[Tensor, torch.cuda.Event] | None] = [None] * self.RING
         self._next = 0
 
-    def copy(self, numbers: Sequence) -> Tensor:
-        """The numbers, int64, in new memory on the device."""
+    def copy(self, numbers: Sequence | np.ndarray, into: Tensor | None = None) -> Tensor:
+        """The numbers, int64, in new memory on the device, or in the memory of `into`."""
         tensor = torch.from_numpy(np.array(numbers, dtype=np.int64))  # several times as fast as torch.tensor
-        return tensor if self._device.type != "cuda" else self._through_pinned(tensor)
+        if self._device.type == "cuda":
+            return self._through_pinned(tensor, into)
+        return tensor if into is None else into.copy_(tensor)
 
     def copy_each(self, lists: Iterable[Sequence[int]]) -> Sequence[Tensor]:
         """Several lists, each as a tensor, in one copy; nothing is copied where there are none."""
@@ -38,7 +40,7 @@ class HostCopies:
             return ()
         return self.copy(list(chain.from_iterable(lists))).split([len(numbers) for numbers in lists])
 
-    def _through_pinned(self, tensor: Tensor) -> Tensor:
+    def _through_pinned(self, tensor: Tensor, into: Tensor | None) -> Tensor:
         place = self._next = (self._next + 1) % self.RING
         if self._buffers[place] is not None:
             self._buffers[place][1].synchronize()  # an earlier copy from this buffer: long done
@@ -46,9 +48,12 @@ class HostCopies:
             size = max(256, 2 * tensor.numel())
             self._buffers[place] = torch.empty(size, dtype=tensor.dtype, pin_memory=True), torch.cuda.Event()
         buffer, copied = self._buffers[place]
-        on_device = buffer[: tensor.numel()].copy_(tensor.flatten()).to(self._device, non_blocking=True)
+        pinned = buffer[: tensor.numel()].copy_(tensor.flatten()).view(tensor.shape)
+        if into is None:
+            into = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+        into.copy_(pinned, non_blocking=True)
         copied.record()
-        return on_device.view(tensor.shape)
+        return into
 
 
 class NodeBoard:

@@ -319,7 +319,7 @@ class Lead:
         head, lag = self._head[1], self.args.verify_lag
         return self._decoder(
             RemoteExecutor(self._pipeline, head.config.anchors, verify_lag=lag),
-            SPDDrafter(head, self.target, self.layout.stage_sizes, self.args.use_deepest),
+            SPDDrafter(head, self.target, self.layout.stage_sizes, self.args.use_deepest, compiled=self.args.compile),
             sampling,
             verify_lag=lag,
             draft_top_k=width,

@@ -43,6 +43,7 @@ DECODING_CODE = (
     "decoding/nodes.py",
     "decoding/sampling.py",
     "decoding/stage.py",
+    "decoding/static_head.py",
     "decoding/tree.py",
     "loading/chat_template.py",
     "loading/checkpoint_files.py",

@@ -88,7 +88,7 @@ class Method(NamedTuple):
 def _spd(target: Target, run: Run, settings: Mapping[str, Any]) -> Decoder:
     head = load_head(run.spec_head_ckpt, target)
     executor = LocalExecutor(target, run.stage_sizes, head.config.anchors, compiled=run.compiled)
-    drafter = SPDDrafter(head, target, run.stage_sizes, run.use_deepest)
+    drafter = SPDDrafter(head, target, run.stage_sizes, run.use_deepest, compiled=run.compiled)
     return Decoder(executor, drafter, draft_top_k=run.draft_top_k, **settings)
 
 

@@ -18,6 +18,7 @@ import eval as evaluation
 import pipeline_inference
 from baselines.eagle3 import eagle3_decoder
 from baselines.ppsd import ppsd_decoder
+from decoding import static_head
 from decoding.compiled import NotCompiled, _empty
 from decoding.sampling import Sampling
 from decoding.stage import StaticForward
@@ -26,7 +27,7 @@ from evaluation.plan import Planner
 from evaluation.workers import Evaluator, TargetOptions
 from loading.target_files import check_compiled
 from pipeline_inference import Decoder, LocalExecutor, SPDDrafter, logit_gap
-from pipeline_model import SLOT_STEP, Target, save_head
+from pipeline_model import SLOT_STEP, Target, auto_shallow_layers, save_head
 from script_utils import run_script
 from tests.tiny import (
     FAMILIES,
@@ -36,6 +37,7 @@ from tests.tiny import (
     oracle,
     random_prompt,
     replayed,
+    replayed_step,
     save_target,
     tiny_head,
     tiny_model,
@@ -152,7 +154,7 @@ def test_the_head_sees_the_same_anchors(width, compilations, monkeypatch):
         target = tiny_target("llama")
         head = tiny_head(target, SIZES)
         executor = LocalExecutor(target, SIZES, head.config.anchors, compiled=compiled)
-        drafter = SPDDrafter(head, target, SIZES)
+        drafter = SPDDrafter(head, target, SIZES, compiled=compiled)
         drafts, draft = [], drafter.draft
         drafter.draft = lambda tree, draft=draft, drafts=drafts: drafts.append(draft(tree)) or drafts[-1]
         decoder = Decoder(executor, drafter, draft_top_k=width, sampling=Sampling(1.0), seed=3)
@@ -160,6 +162,50 @@ def test_the_head_sees_the_same_anchors(width, compilations, monkeypatch):
     (tokens, drafts), (same_tokens, same_drafts) = results
     assert tokens == same_tokens
     torch.testing.assert_close(drafts, same_drafts, atol=1e-4, rtol=1e-4)
+
+
+HEADS = {  # a split, and what else the head has
+    "v11, n = 2": ((2, 2), {}),
+    "v11, n = 4": ((1, 1, 1, 1), {"num_spec_layers": 1}),
+    "v12": (SIZES, {}),
+    "two types": ((1, 1, 1, 1), {"aggr_feature_bound": (0, 1)}),
+    "v10, n = 2": ((2, 2), {"shallow_hidden_layer_indices": auto_shallow_layers(4, 2)}),
+    "v10, n = 4": ((1, 1, 1, 1), {"shallow_hidden_layer_indices": auto_shallow_layers(4, 4)}),
+}
+
+
+def recorded(compiled, sizes, fields, width, lag, use_deepest):
+    """Tokens, accepted flags and draft logits of two generations: the second one in the memory of the first."""
+    target = tiny_target("llama", vocab_size=7)  # a vocabulary so small that some drafts are right
+    head = tiny_head(target, sizes, draft_vocab=6, **fields)
+    executor = LocalExecutor(target, sizes, head.config.anchors)
+    drafter = SPDDrafter(head, target, sizes, use_deepest, compiled=compiled)
+    drafts, draft = [], drafter.draft
+    drafter.draft = lambda tree: drafts.append(draft(tree).clone()) or drafts[-1]
+    decoder = Decoder(executor, drafter, draft_top_k=width, verify_lag=lag)
+    results = [decoder.generate(random_prompt(length, vocab=7), TOKENS) for length in (PROMPT, 1)]
+    return [result.tokens for result in results], [result.accepted for result in results], drafts
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "lag", "use_deepest"),
+    [
+        *((name, *case) for name in HEADS if name != "two types" for case in ((1, 0, True), (3, 1, False))),
+        *(("v12", 4, 0, True), ("two types", 1, 1, False)),
+    ],
+)
+def test_a_head_in_static_shapes_drafts_the_same(name, width, lag, use_deepest, compilations, monkeypatch):
+    """Guards against rows that stand in for missing ones and are seen, rows of a rejected token that stay, a row of the
+    wrong type where many change at once, cached rows that a mask shows too early, an earlier generation's memory, and,
+    where a graph's output is written again, drafts of another cycle: fewer accepted drafts, under --compile alone."""
+    monkeypatch.setattr(static_head, "prepared", replayed_step)
+    case = *HEADS[name], width, lag, use_deepest
+    (tokens, flags, drafts), (same_tokens, same_flags, same_drafts) = (recorded(c, *case) for c in (False, True))
+    assert tokens == same_tokens
+    assert flags == same_flags
+    assert 0 < sum(flags[0]) < len(flags[0])
+    torch.testing.assert_close(drafts, same_drafts, atol=1e-4, rtol=1e-4)
+    assert compilations
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -192,15 +238,25 @@ def test_a_compiled_target_and_pipeline_decode_the_same():
     """Guards against code that only the compiler makes wrong, and against a layer of the same kind that compiles again:
     its weights, its stage, the next generation. Real compilation, so one family alone."""
     prompt, sequence = reference("llama")
-    target, head = tiny_target("llama"), tiny_head(tiny_target("llama"), SIZES)
+    target, head = tiny_target("llama"), tiny_head(tiny_target("llama"), SIZES, num_spec_layers=3, draft_vocab=20)
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     alone = Decoder(LocalExecutor(target, (4,), compiled=True))
-    pipeline = Decoder(
-        LocalExecutor(target, SIZES, head.config.anchors, compiled=True), SPDDrafter(head, target, SIZES)
-    )
-    for decoder in (alone, pipeline, alone):
+    executor = LocalExecutor(target, SIZES, head.config.anchors, compiled=True)
+    pipeline = Decoder(executor, SPDDrafter(head, target, SIZES, compiled=True))
+    for decoder, graphs in ((alone, 2), (pipeline, 2 + 4), (alone, 2 + 4), (pipeline, 2 + 4)):
         assert decoder.generate(prompt, TOKENS).tokens == sequence[PROMPT : PROMPT + TOKENS]
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before == 2  # a layer; norm and lm_head
+        # A layer; norm and lm_head. Of the head: projections, a layer of all rows and one of the newest, lm_head.
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before == graphs
+
+
+@needs_compiler
+@pytest.mark.compiled
+@pytest.mark.parametrize("name", ["v12", "v10, n = 2"])
+def test_a_compiled_head_drafts_the_same(name):
+    """Guards against a head that only the compiler makes wrong: drafts would be worse, and no token wrong."""
+    (_, flags, drafts), (_, same_flags, same_drafts) = (recorded(c, *HEADS[name], 1, 0, True) for c in (False, True))
+    assert flags == same_flags
+    torch.testing.assert_close(drafts, same_drafts, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -59,10 +59,10 @@ def counted(monkeypatch):
     copied = Counter()
     copy = HostCopies.copy
 
-    def counting(copies, numbers):
+    def counting(copies, numbers, into=None):
         copied["copies"] += 1
         with torch._C.DisableTorchFunction():
-            return copy(copies, numbers)
+            return copy(copies, numbers, into)
 
     monkeypatch.setattr(HostCopies, "copy", counting)
 
@@ -118,9 +118,8 @@ def test_a_steady_cycle_copies_once_a_stage_and_once_for_the_head(
     target = tiny_target(family)
     head = tiny_head(target, SIZES)
     executor = LocalExecutor(target, SIZES, head.config.anchors, compiled=compiled)
-    decoder = Decoder(
-        executor, SPDDrafter(head, target, SIZES), draft_top_k=width, sampling=Sampling(temperature), seed=1
-    )
+    drafter = SPDDrafter(head, target, SIZES, compiled=compiled)
+    decoder = Decoder(executor, drafter, draft_top_k=width, sampling=Sampling(temperature), seed=1)
     if width == 1 and temperature == 0:
         follow(decoder, family)
     for cycle in steady_cycles(decoder, counted):

@@ -174,6 +174,17 @@ def replayed(prepare: Callable) -> Callable:
     return start
 
 
+def replayed_step(step: Callable, device: torch.device) -> Callable:
+    """`static_head.prepared` with something like a CUDA graph on a CPU, as `replayed`."""
+    output = step()
+
+    def replay() -> Tensor | None:
+        again = step()
+        return None if output is None else output.copy_(again)
+
+    return replay
+
+
 class ScriptedDrafter:
     """Drafts what a function says: `choose(path) -> ids, best first`, for the token behind the chain `path`.
 

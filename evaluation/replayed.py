@@ -20,9 +20,9 @@ from tqdm import tqdm
 
 from decoding.sampling import Sampling
 from evaluation.prompts import Sample
-from pipeline_inference import Decoder, LocalExecutor
 from pipeline_model import SpeculationHead, Target
 from script_utils import write_json
+from training.batch_generation import generate_batch
 from training.forward import teacher_features
 from training.replay import Trace, TraceCounts, packed_rows, replay_flags
 
@@ -42,28 +42,24 @@ class Text:
 def target_texts(
     target: Target, samples: Sequence[Sample], sampling: Sampling, max_new_tokens: int, seed: int, kept_in: Path
 ) -> list[Text]:
-    """The target's own answers to all samples, by plain decoding; `kept_in` keeps them for the next call.
+    """The target's own answers to all samples; `kept_in` keeps them for the next call.
 
-    Each sample's draws depend on the seed and its place alone.
+    The draws of a sample follow from the seed and its prompt.
     """
     wanted = [[sample.dataset, str(sample.question_id), list(sample.prompt_ids)] for sample in samples]
     if kept_in.exists():
         found = json.loads(kept_in.read_text(encoding="utf-8"))
         if [entry[:3] for entry in found] == wanted:
             return [Text(*entry[:2], tuple(entry[2]), tuple(entry[3])) for entry in found]
-    texts = []
-    for place, sample in enumerate(tqdm(samples, desc=f"the target's answers, T = {sampling.temperature:g}")):
-        decoder = Decoder(
-            LocalExecutor(target, (target.num_layers,)),
-            sampling=sampling,
-            eos_token_ids=target.eos_token_ids,
-            max_positions=target.config.max_position_embeddings,
-            seed=seed + place,
-        )
-        answer = decoder.generate(sample.prompt_ids, max_new_tokens).tokens
-        texts.append(Text(sample.dataset, str(sample.question_id), tuple(sample.prompt_ids), tuple(answer)))
-    write_json(kept_in, [[text.dataset, text.question_id, text.prompt_ids, text.answer_ids] for text in texts])
-    return texts
+    answers: list[list[int]] = []
+    for start in tqdm(range(0, len(samples), BATCH), desc=f"the target's answers, T = {sampling.temperature:g}"):
+        prompts = [sample.prompt_ids for sample in samples[start : start + BATCH]]
+        answers += generate_batch(target, prompts, max_new_tokens, target.eos_token_ids, sampling, seed)
+    write_json(kept_in, [[*entry, answer] for entry, answer in zip(wanted, answers, strict=True)])
+    return [
+        Text(sample.dataset, str(sample.question_id), sample.prompt_ids, tuple(answer))
+        for sample, answer in zip(samples, answers, strict=True)
+    ]
 
 
 class ReplayedTexts:

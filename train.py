@@ -265,6 +265,12 @@ def add_replay_flags(parser: Parser) -> None:
     )
     rows.add_argument("--reject_weight", type=POSITIVE, help="replay: weight of rejected drafts; default: 1")
     rows.add_argument("--value_weight", action=Switch, help="replay: weigh drafts by what accepting them adds")
+    rows.add_argument(
+        "--flushed",
+        type=COUNT,
+        help="replay: learn also from the drafts behind so many rejected ones of each example, by reverse KL; default: "
+        "none",
+    )
     rows.add_argument("--loss", default="kl", choices=LOSS_KINDS, help="tv: 1 - acceptance; lk: between the two")
     rows.add_argument("--loss_eta", type=number(float, 0), help="lk: the larger, the sooner tv takes over; default: 3")
 
@@ -409,7 +415,7 @@ def check_head_flags(args: argparse.Namespace) -> None:
 
 def check_replay_flags(args: argparse.Namespace) -> None:
     """ValueError for flags of rows and loss that contradict others."""
-    replay = ("trace", "trace_temperature", "reject_weight", "value_weight")
+    replay = ("trace", "trace_temperature", "reject_weight", "value_weight", "flushed")
     given = [name for name in replay if getattr(args, name) is not None]
     if args.rows != "replay" and given:
         raise ValueError(f"--{given[0]} belongs to --rows replay: add it, or leave --{given[0]} out")
@@ -796,7 +802,7 @@ class Trainer:
             ids, labels, mask = self.loss.texts(ids, labels, mask, number)
         teacher = {"labels": labels, "attention_mask": mask}
         if self.loss.has_traces:
-            teacher["temperatures"] = batch["temperature"]
+            teacher |= {"temperatures": batch["temperature"], "input_ids": ids}
         if part in self.caches:
             cached = self.caches[part].load(rows, ids, mask)
             teacher |= {"features": cached.features, "hidden": cached.hidden, "teacher_best": cached.best}
@@ -1120,6 +1126,7 @@ def head_loss(args: argparse.Namespace, head: SpeculationHead, target: Target) -
         sampling=Sampling(args.trace_temperature or 0.0),
         reject_weight=args.reject_weight or 1.0,
         value_weight=bool(args.value_weight),
+        flushed=args.flushed or 0,
         seed=args.seed,
     )
     return ReplayLoss(head, target, settings, terms)

@@ -31,6 +31,8 @@ REPLAY = ("--rows", "replay", "--gradient_accumulation_steps", 4, "--max_steps",
         ("--trace", "bernoulli", "--loss", "tv"),
         ("--stage_layers", "1;2;1", "--num_stages", 3, "--trace", "full"),
         ("--trace_temperature", 1),
+        ("--flushed", 2, "--num_stages", "2,4"),
+        ("--flushed", 1, "--trace_temperature", 1, "--version", 10),
     ],
 )
 def test_runs_of_every_kind_log_their_traces(work, tmp_path, more):  # noqa: F811
@@ -126,6 +128,8 @@ def test_feature_cache_serves_replay(work, tmp_path):  # noqa: F811
         (("--rows", "replay", "--no-trained_with_use_deepest"), "--rows replay needs --trained_with_use_deepest"),
         (("--rows", "replay", "--fill_alpha", 0.5), "leave --fill_alpha out"),
         (("--loss_eta", 2), "--loss_eta belongs to --loss lk"),
+        (("--flushed", 2), "--flushed belongs to --rows replay"),
+        (("--rows", "replay", "--flushed", 0), "at least 1"),
     ],
 )
 def test_flags_that_contradict(work, tmp_path, capsys, more, part):  # noqa: F811

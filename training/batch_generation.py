@@ -130,10 +130,14 @@ class Batch:
             full = causal_mask(self.length, 0, self.device) & real[:, None] | own
             window = self.target.window and window_mask(self.length, 0, self.target.window, self.device)
             masks = Masks(full[:, None], None if window is None else (full & window)[:, None], real)
-        return self._run(slots, self._ids, masks)
+        return self.target.logits(self._run(slots, self._ids, masks)[0])
 
     def step(self, tokens: Tensor) -> Tensor:
         """Run one new token of each row, [rows]: the logits of the next, [rows, V]."""
+        return self.target.logits(self.run(tokens)[0])
+
+    def run(self, tokens: Tensor, anchors: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
+        """Run one new token of each row, [rows]: h_L [rows, H], and the anchors' hidden states [rows, m, H], if any."""
         slots = slice(self.length, self.length + 1)
         self.length += 1
         full = window = None
@@ -142,7 +146,7 @@ class Batch:
             full, window = self._real[:, : slots.stop], self._real[:, oldest : slots.stop]
             if not self._flash:
                 full, window = full[:, None, None], window[:, None, None]
-        return self._run(slots, tokens[:, None], Masks(full, window))
+        return self._run(slots, tokens[:, None], Masks(full, window), anchors)
 
     def drop(self, ended: Collection[int]) -> Moves:
         """Take rows out of the batch: returns where the others are now."""
@@ -158,11 +162,15 @@ class Batch:
         """Whether attention takes [rows, keys] masks of what is no padding."""
         return self.target.config._attn_implementation.startswith("flash")
 
-    def _run(self, slots: slice, ids: Tensor, masks: Masks) -> Tensor:
+    def _run(
+        self, slots: slice, ids: Tensor, masks: Masks, anchors: Sequence[int] = ()
+    ) -> tuple[Tensor, Tensor | None]:
+        """`run`, of the last of some slots."""
         self._cache.enter(slots)
-        layers = range(self.target.num_layers)
-        hidden, _ = self.target.run_layers(layers, self.target.embed(ids), slots, masks, (), self._cache)
-        return self.target.logits(hidden[:, -1])
+        layers, embedded = range(self.target.num_layers), self.target.embed(ids)
+        hidden, captured = self.target.run_layers(layers, embedded, slots, masks, anchors, self._cache)
+        captured[0] = embedded
+        return hidden[:, -1], torch.stack([captured[b][:, -1] for b in anchors], dim=1) if anchors else None
 
 
 @torch.inference_mode()

@@ -42,7 +42,7 @@ class HeadLoss(nn.Module):
     def of_batch(
         self, teacher: dict[str, Tensor], stage_sizes: tuple[int, ...], fill: int, micro_batch: int
     ) -> TrainingLoss:
-        texts = {name: value for name, value in teacher.items() if name != "temperatures"}  # every draft learns alike
+        texts = {name: value for name, value in teacher.items() if name not in ("temperatures", "input_ids")}
         return training_loss(self.head, self.target, **texts, stage_sizes=stage_sizes, fill=fill, **self.settings)
 
     def texts(
@@ -126,7 +126,7 @@ class ReplayLoss(HeadLoss):
     ) -> TrainingLoss:
         random = np.random.default_rng((self.replay.settings.seed, 3, micro_batch))
         trace, changed = self.replay.renewed(teacher, stage_sizes, random)
-        loss, counts = self.replay.loss(teacher, stage_sizes, trace)
+        loss, counts = self.replay.loss(teacher, stage_sizes, trace, random if self.training else None)
         if self.training:
             n, moved = len(stage_sizes), np.zeros(len(stage_sizes))
             moved[0] = changed
@@ -145,6 +145,7 @@ class ReplayLoss(HeadLoss):
             "--trace_temperature": settings.sampling.temperature,
             "--reject_weight": settings.reject_weight,
             "--value_weight": settings.value_weight,
+            "--flushed": settings.flushed or None,
         }
 
     def end_step(self, shapes: Iterable[Shape], reduce: Reduce) -> set[int]:
@@ -157,7 +158,9 @@ class ReplayLoss(HeadLoss):
             self.replay.running.add(counts[:2])
             self._window[n] = self._window.get(n, 0.0) + counts
             types, seen = self.head.depth_types(stage_sizes), np.flatnonzero(counts[0])
-            used |= {types[-1], *types[: seen[-1] + 1]} if len(seen) else set()
+            if len(seen):
+                deepest = n if self.replay.settings.flushed and n > 1 else seen[-1] + 1
+                used |= {types[-1], *types[:deepest]}
         return used
 
     def figures(self) -> dict[str, Any]:

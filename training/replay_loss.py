@@ -16,6 +16,7 @@ from torch import Tensor
 
 from decoding.sampling import Sampling
 from pipeline_model import SpeculationHead, Target
+from training.flushed import Rejections, branch_loss, draft_tokens, follow, target_rope
 from training.loss import KL, LossTerms, TrainingLoss, distillation_loss
 from training.replay import Trace, TraceCounts, bernoulli_flags, packed_rows, replay_flags, run_values
 
@@ -34,6 +35,7 @@ class ReplaySettings:
     sampling: Sampling = field(default_factory=Sampling)  # the decoding that is replayed; a text's own temperature wins
     reject_weight: float = 1.0  # of events whose draft was rejected
     value_weight: bool = False  # weigh events by what their acceptance adds to a run
+    flushed: int = 0  # rejected drafts of each text whose flushed drafts are learned, too
     seed: int = 0
 
 
@@ -74,10 +76,8 @@ class Replay:
 
     def outputs(self, teacher: Mapping[str, Tensor], stage_sizes: Sequence[int], trace: Trace) -> Tensor:
         """The head's rows at every event, [E, H]; teacher as `training_loss` takes it."""
-        features = teacher["features"]
-        cos, sin = (table[:, : features.shape[1]].to(features.device) for table in self.target.rope(features.shape[1]))
-        lengths = teacher["attention_mask"].sum(dim=1).cpu().numpy()
-        return packed_rows(self.head, features, lengths, (cos, sin), stage_sizes, trace)
+        features, lengths = teacher["features"], teacher["attention_mask"].sum(dim=1).cpu().numpy()
+        return packed_rows(self.head, features, lengths, target_rope(self.target, features), stage_sizes, trace)
 
     def renewed(
         self,
@@ -126,9 +126,17 @@ class Replay:
         return flags
 
     def loss(
-        self, teacher: Mapping[str, Tensor], stage_sizes: Sequence[int], trace: Trace
+        self,
+        teacher: Mapping[str, Tensor],
+        stage_sizes: Sequence[int],
+        trace: Trace,
+        random: np.random.Generator | None = None,
     ) -> tuple[TrainingLoss, TraceCounts]:
-        """The loss of a trace's events; and what its own pass accepted, which is the newest word on each flag."""
+        """The loss of a trace's events, and what decoding verifies and accepts of them.
+
+        With `random`, from which flushed drafts are drawn, also the loss of those, if the settings want it; teacher
+        then has the `input_ids` [B, S], too.
+        """
         at = _places(trace, teacher["labels"].device)
         best = teacher.get("teacher_best")
         best = None if best is None else best[at]
@@ -136,7 +144,33 @@ class Replay:
         loss = distillation_loss(
             self.head, self.target, outputs, teacher["hidden"][at], best, self.terms, self._weights(trace, at[0].device)
         )
+        if random is not None and self.settings.flushed and len(stage_sizes) > 1:
+            more = self._flushed(teacher, stage_sizes, trace, outputs.detach(), random)
+            if more is not None:
+                loss = loss._replace(total=loss.total + more.total, counted=loss.counted + more.counted)
         return loss, trace.counts()
+
+    def _flushed(
+        self,
+        teacher: Mapping[str, Tensor],
+        stage_sizes: Sequence[int],
+        trace: Trace,
+        outputs: Tensor,
+        random: np.random.Generator,
+    ) -> TrainingLoss | None:
+        """The loss of drafts behind some rejected ones; None where nothing was rejected. outputs [E, H] of the head."""
+        head, target, labels = self.head, self.target, teacher["labels"]
+        temperatures = self.temperatures(teacher, trace)
+        rejections, events = Rejections.drawn(trace, temperatures, self.settings.flushed, random)
+        sequences, positions = (index[events] for index in _places(trace, labels.device))
+        hidden = teacher["hidden"][sequences, positions]
+        drafted = draft_tokens(head, target, outputs[events], rejections.temperatures, random, hidden)
+        wrong = drafted != labels[sequences, positions + 1]  # the flags may be of another fill
+        rejections, drafted = rejections.only(wrong.cpu().numpy()), drafted[wrong]
+        if not len(drafted):
+            return None
+        branches = follow(head, target, teacher, stage_sizes, rejections, drafted, random)
+        return branch_loss(head, target, branches, stage_sizes, self.terms.temperature)
 
     def _weights(self, trace: Trace, device: torch.device) -> Tensor | None:
         """Weight of each event, [E]; None for ones."""

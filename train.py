@@ -423,6 +423,10 @@ def check_replay_flags(args: argparse.Namespace) -> None:
         raise ValueError("--rows replay needs --trained_with_use_deepest: without it every draft sees a full pipeline")
     if args.rows == "replay" and args.fill_alpha is not None:
         raise ValueError("--rows replay takes its fills from traces: leave --fill_alpha out")
+    if args.flushed is not None and max(args.num_stages) == 1:
+        raise ValueError(
+            "--flushed needs --num_stages of 2 or more: a single stage drafts nothing behind a rejected draft"
+        )
     if args.loss != "lk" and args.loss_eta is not None:
         raise ValueError("--loss_eta belongs to --loss lk: leave it out")
 

@@ -441,18 +441,10 @@ def test_quantization_is_refused_where_it_makes_no_sense(saved, tmp_path):
     with pytest.raises(ValueError, match=r"--quantization is bnb_4bit, but the target .* is quantised already \(fp8\)"):
         Target.load(str(tmp_path), quantization="bnb_4bit")
     flags = ["--model_name", str(tmp_path), "--num_stages", "2", "--data_path", "/not/read.jsonl"]
-    flags += [
-        "--num_spec_layers",
-        "1",
-        "--spec_init_from_base_layers",
-        "1",
-        "--max_length",
-        "64",
-        "--output_dir",
-        str(tmp_path / "out"),
-    ]
-    with pytest.raises(ValueError, match="--spec_init_from_base_layers copies weights of the target"):
-        train.main(train.build_parser().parse_args(flags))
+    flags += ["--num_spec_layers", "1", "--max_length", "64", "--output_dir", str(tmp_path / "out")]
+    for flag, value in (("--spec_init_from_base_layers", "1"), ("--head_init", "late_layers")):
+        with pytest.raises(ValueError, match=rf"{flag}[\w ]* copies weights of the target"):
+            train.main(train.build_parser().parse_args([*flags, flag, value]))
 
 
 @pytest.mark.skipif(find_spec("bitsandbytes") is not None, reason="bitsandbytes is installed")

@@ -10,7 +10,7 @@ import torch
 
 from decoding.sampling import Sampling
 from pipeline_inference import Decoder
-from tests.tiny import random_prompt, spd_decoder, tiny_head, tiny_target
+from tests.tiny import hf_greedy, random_prompt, spd_decoder, tiny_head, tiny_model, tiny_target
 from training.forward import draft_rows, teacher_features
 from training.replay import (
     Trace,
@@ -313,11 +313,13 @@ def own_answer(target, head, sizes, count=40):
 
 
 def test_a_text_learned_by_heart_decodes_as_its_trace_says():
-    """Training and decoding must agree in the end: alpha of the trace is alpha of the decode, and rises."""
+    """Training and decoding must agree in the end: alpha of the trace is alpha of the decode, and rises. Before it
+    and after it the target's own text is decoded."""
     sizes = (2, 2, 2)
     target = tiny_target("llama", layers=LAYERS)
     head = tiny_head(target, sizes).requires_grad_(True)
     tokens, teacher = own_answer(target, head, sizes)
+    assert tokens[6:] == hf_greedy(tiny_model("llama", layers=LAYERS), tokens[:6], len(tokens) - 6)
     replay = Replay(head, target, ReplaySettings())
     optimizer, random = torch.optim.AdamW(head.parameters(), 3e-3), np.random.default_rng(0)
     for _ in range(120):

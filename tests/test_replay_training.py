@@ -130,6 +130,13 @@ def test_feature_cache_serves_replay(work, tmp_path):  # noqa: F811
         (("--loss_eta", 2), "--loss_eta belongs to --loss lk"),
         (("--flushed", 2), "--flushed belongs to --rows replay"),
         (("--rows", "replay", "--flushed", 0), "at least 1"),
+        (("--rows", "replay", "--flushed", 1, "--num_stages", 1), "--flushed needs --num_stages of 2 or more"),
+        (("--rows", "replay", "--trace_temperature", -1), "at least 0"),
+        (("--rows", "replay", "--trace_temperature", "nan"), "'nan' is not a number"),
+        (("--rows", "replay", "--reject_weight", 0), "above 0"),
+        (("--rows", "replay", "--trace", "decode"), "invalid choice: 'decode'"),
+        (("--rows", "packed"), "invalid choice: 'packed'"),
+        (("--loss", "ce"), "invalid choice: 'ce'"),
     ],
 )
 def test_flags_that_contradict(work, tmp_path, capsys, more, part):  # noqa: F811

@@ -862,7 +862,8 @@ class Trainer:
         longest_first = spread(len(self.data.val), args.val_examples)
         longest_first = longest_first[np.argsort(-example_lengths(self.data.val)[longest_first], kind="stable")]
         batches = [longest_first[i : i + args.batch_size] for i in range(0, len(longest_first), args.batch_size)]
-        shapes = [(n, fill) for n in self.splits for fill in range(1 if args.trained_with_use_deepest else n, n + 1)]
+        by_fill = args.trained_with_use_deepest and self.loss.has_fill
+        shapes = [(n, fill) for n in self.splits for fill in range(1 if by_fill else n, n + 1)]
         sums = torch.zeros(len(shapes), 4, dtype=torch.float64, device=accelerator.device)
         traces, lengths = HeldOutTraces(self.splits), sums.new_zeros(2)
         self.loss.eval()

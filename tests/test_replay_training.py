@@ -45,7 +45,10 @@ def test_runs_of_every_kind_log_their_traces(work, tmp_path, more):  # noqa: F81
     for trace in traces:
         assert 0 <= trace["alpha"] <= 1
         assert 1 <= trace["mean_fill"] <= 4
-    held_out = [line for line in read_log(tmp_path / "log.jsonl") if "traces" in line][-1]["traces"]
+    last = [line for line in read_log(tmp_path / "log.jsonl") if "traces" in line][-1]
+    shapes = [(entry["num_stages"], entry["fill"]) for entry in last["validation"]]
+    assert shapes == [(trace["num_stages"],) * 2 for trace in last["traces"]]  # drafts of all fills are in one pass
+    held_out = last["traces"]
     assert [trace["num_stages"] for trace in held_out] == ([2, 4] if "2,4" in more else [3 if 3 in more else 4])
     assert all(trace["verified"] > 10 and trace["accept_length"] >= 0.9 for trace in held_out)
 

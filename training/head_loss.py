@@ -27,6 +27,8 @@ Reduce = Callable[[Tensor], Tensor]  # the sum over all processes
 class HeadLoss(nn.Module):
     """The training forward as a module, for DistributedDataParallel to wrap; its parameters are the head's alone."""
 
+    has_fill = True  # whether a batch has one fill; False: every draft has its own
+
     def __init__(self, head: SpeculationHead, target: Target, **settings: Any):
         super().__init__()
         self.head = head
@@ -114,6 +116,8 @@ class HeadLoss(nn.Module):
 
 class ReplayLoss(HeadLoss):
     """The loss of every event of the micro-batch's texts, of the trace that its settings make."""
+
+    has_fill = False
 
     def __init__(self, head: SpeculationHead, target: Target, settings: ReplaySettings, terms: LossTerms = KL):
         super().__init__(head, target)

@@ -19,8 +19,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from baselines.registry import METHODS, add_method_flags
 from evaluation.files import RowLog, read_runs, read_summaries
-from evaluation.methods import METHODS
 from evaluation.metrics import (
     Key,
     Row,
@@ -77,22 +77,11 @@ def build_parser() -> Parser:
     decoding = parser.add_argument_group("decoding (* takes several values: one run for every combination)")
     decoding.add_argument("--max_new_tokens", type=int, default=512, help="new tokens at most")
     decoding.add_argument("--temperature", type=float, nargs="+", default=[0.0], help="* 0: greedy")
-    decoding.add_argument("--draft_top_k", type=int, nargs="+", default=[1], help="* spd: W, width of the draft tree")
-    decoding.add_argument("--num_stages", type=int, nargs="+", help="* spd: n, for a head trained for several")
-    decoding.add_argument("--num_steps", type=int, nargs="+", default=[7], help="* eagle3: m, drafts in a row")
-    decoding.add_argument(
-        "--block_size", type=int, nargs="+", help="* dflash: B, at most as trained; unset: as trained"
-    )
-    decoding.add_argument(
-        "--sample_drafts", action=Switch, default=False, help="dflash: draw drafts when sampling, not their argmax"
-    )
-    decoding.add_argument(
-        "--prompt_lookup_num_tokens", type=int, nargs="+", default=[10], help="* prompt_lookup: drafts in a row at most"
-    )
     decoding.add_argument("--top_k", type=int, default=0, help="0: off")
     decoding.add_argument("--top_p", type=float, default=1.0, help="1: off")
-    decoding.add_argument("--use_deepest", action=Switch, help="spd: as the head was trained, unless set")
     decoding.add_argument("--seed", type=int, default=0, help="of every random draw")
+    own = parser.add_argument_group("flags of some methods (* as above)")
+    add_method_flags(own, "decoding_flags")
     baseline = parser.add_argument_group("baseline: the target alone")
     baseline.add_argument("--baseline", action=Switch, default=True, help="run it and compare")
     baseline.add_argument("--baseline_cache_dir", type=Path, help="unset: baseline_cache in the output folder")

@@ -30,7 +30,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -193,102 +193,91 @@ def staircase_plan(
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class HeadConfig:
-    """The `config` entry of a head checkpoint, parsed and checked (METHOD section 8: versions 10, 11 and 12).
+@dataclass(frozen=True, kw_only=True)
+class DraftConfig:
+    """The `config` entry of any drafter's checkpoint, parsed and checked: its target, vocabulary and shape.
 
-    Build it with `HeadConfig.parse`; write it with `to_dict`. Each wrong value is a ValueError that names it.
+    Each method has a subclass, which says what `version` its files have and what class its weights are, and adds the
+    entries of its own to `checked`. Build it with `parse`, or `read` it from a file; write it with `to_dict`. Each
+    wrong value is a ValueError that names it.
     """
+
+    version: ClassVar[int | str]  # in the file: the method's name, or a number for speculation heads
+    head_class: ClassVar[type[DraftHead]]
+    min_layers: ClassVar[int] = 1  # least `num_spec_layers`
+    # Entries that must agree before weights of one drafter can start another.
+    meaning: ClassVar[tuple[str, ...]] = ("aggr_feature_bound", "num_spec_layers", "draft_token_ids")
 
     hidden_size: int  # H, of the target
     vocab_size: int  # V, of the target
-    num_stages: int  # n; the largest one when the head was trained for several
-    num_spec_layers: int  # L_s
-    aggr_feature_bound: tuple[int, ...] | None  # anchors b_0 = 0 < ... < b_{m-1}; None in version 10
-    draft_vocab_size: int  # V_d, rows of the head's lm_head
+    num_stages: int  # n of its pipeline; 1 where the target stays in one piece
+    num_spec_layers: int  # L_s, decoder layers of the drafter
+    aggr_feature_bound: tuple[int, ...] | None  # anchors b_0 = 0 < ...: the hidden states h_b that it reads
+    draft_vocab_size: int  # V_d, tokens that it can draft
     draft_token_ids: tuple[int, ...] | None = None  # target id of each draft id, ascending; None: V_d = V
-    trained_with_use_deepest: bool = True  # completed tokens always show their deepest type
-    shallow_hidden_layer_indices: tuple[tuple[int, ...], ...] | None = None  # version 10: b of g_n, ..., of g_1
+    trained_with_use_deepest: bool = False  # of speculation heads alone
     stage_layers: tuple[int, ...] | None = None  # layers per stage; None: even split
     spec_intermediate_size_fallback: int = 9216  # MLP width where the target's config has none
-    spec_init_from_base_layers: tuple[int, ...] | None = None  # target layers the speculation layers started from
-    spec_init_first_layer: int | None = None  # number of the target's first layer there: 0; None: not said, as in the
-    # paper's heads, which count from 0, and this project's first ones, which count from 1
-    trained_num_stages: tuple[int, ...] | None = None  # every n it was trained for; None: num_stages alone
     base_model_path: str = ""  # as the trainer was told; informative
     model_type: str | None = None  # of the target; None in the oldest checkpoints
 
     @property
     def anchors(self) -> tuple[int, ...]:
-        """The b of every hidden state h_b that the head reads, rising from 0."""
-        if self.aggr_feature_bound is not None:
-            return self.aggr_feature_bound
-        return tuple(sorted({0}.union(*self.shallow_hidden_layer_indices)))
+        """The b of every hidden state h_b that the drafter reads, rising from 0."""
+        return self.aggr_feature_bound
 
     @property
-    def version(self) -> int:
-        if self.shallow_hidden_layer_indices is not None:
-            return 10
-        return 11 if self.stage_layers is None else 12
+    def stage_counts(self) -> tuple[int, ...]:
+        """Every n that it is made for."""
+        return (self.num_stages,)
+
+    def read_layers(self, num_layers: int) -> tuple[int, ...] | None:
+        """What `aggr_feature_bound` must be on a target of so many layers; None where that is free."""
+        return None
 
     @classmethod
-    def parse(cls, raw: Mapping[str, Any]) -> HeadConfig:
-        """Check a checkpoint's `config` mapping. Keys this version does not know are ignored."""
-        version = raw.get("version")
-        if version not in (10, 11, 12):
-            raise ValueError(f"checkpoint version is {version!r}: this program reads versions 10, 11 and 12")
-        read_layers = "shallow_hidden_layer_indices" if version == 10 else "aggr_feature_bound"
-        required = ("hidden_size", "vocab_size", "num_stages", "num_spec_layers", read_layers)
-        missing = [key for key in required if key not in raw]
+    def parse(cls, raw: Mapping[str, Any]) -> Self:
+        """Check a checkpoint's `config` mapping. Keys that the class does not know are ignored."""
+        cls.check_version(raw.get("version"))
+        missing = [key for key in cls.required(raw) if key not in raw]
         if missing:
             raise ValueError(f"the checkpoint's config lacks {', '.join(missing)}")
+        return cls(**cls.checked(raw))
 
+    @classmethod
+    def check_version(cls, version: Any) -> None:
+        """ValueError for a version that is another method's."""
+        if version != cls.version:
+            raise ValueError(f"checkpoint version is {version!r}, not {cls.version!r}: give --method its own")
+
+    @classmethod
+    def required(cls, raw: Mapping[str, Any]) -> tuple[str, ...]:
+        """The entries that have no default."""
+        return "hidden_size", "vocab_size", "num_stages", "num_spec_layers", "aggr_feature_bound"
+
+    @classmethod
+    def checked(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields that a mapping gives, by name."""
         vocab_size = integer("vocab_size", raw["vocab_size"], 1)
         draft_vocab_size = integer("draft_vocab_size", raw.get("draft_vocab_size", vocab_size), 1, vocab_size)
-        num_stages = integer("num_stages", raw["num_stages"], 1)
-        stage_layers = parse_stage_layers(raw.get("stage_layers"))
-        anchors = shallow_layers = None
-        if version == 10:
-            shallow_layers = shallow_lists(raw["shallow_hidden_layer_indices"], num_stages)
-            for name in ("stage_layers", "trained_num_stages"):
-                if raw.get(name):
-                    raise ValueError(
-                        f"{name} is {raw[name]!r}, but a head of version 10 is made for one n and an even split: "
-                        "use version 11"
-                    )
-        else:
-            anchors = anchor_list(raw["aggr_feature_bound"])
-            if raw.get("num_aggr_types", len(anchors)) != len(anchors):
-                listed = f"aggr_feature_bound lists {len(anchors)}"
-                raise ValueError(f"num_aggr_types is {raw['num_aggr_types']}, but {listed}")
-        if version == 12 and stage_layers is None:
-            raise ValueError("checkpoint version is 12, but stage_layers is missing")
-        base_layers = raw.get("spec_init_from_base_layers")
-        if base_layers is not None:
-            base_layers = integers("spec_init_from_base_layers", written_out(base_layers), 0)
-        first_layer = raw.get("spec_init_first_layer")
-        if first_layer is not None:
-            first_layer = integer("spec_init_first_layer", first_layer, 0, 1)
-        return cls(
-            hidden_size=integer("hidden_size", raw["hidden_size"], 1),
-            vocab_size=vocab_size,
-            num_stages=num_stages,
-            num_spec_layers=integer("num_spec_layers", raw["num_spec_layers"], 1),
-            aggr_feature_bound=anchors,
-            draft_vocab_size=draft_vocab_size,
-            draft_token_ids=draft_ids(raw.get("draft_token_ids"), vocab_size, draft_vocab_size),
-            trained_with_use_deepest=bool(raw.get("trained_with_use_deepest", False)),
-            shallow_hidden_layer_indices=shallow_layers,
-            stage_layers=stage_layers,
-            spec_intermediate_size_fallback=integer(
-                "spec_intermediate_size_fallback", raw.get("spec_intermediate_size_fallback", 9216), 1
-            ),
-            spec_init_from_base_layers=base_layers,
-            spec_init_first_layer=first_layer,
-            trained_num_stages=trained_stages(raw.get("trained_num_stages"), num_stages),
-            base_model_path=str(raw.get("base_model_path", "")),
-            model_type=raw.get("model_type"),
-        )
+        anchors = None if raw.get("aggr_feature_bound") is None else anchor_list(raw["aggr_feature_bound"])
+        if anchors is not None and raw.get("num_aggr_types", len(anchors)) != len(anchors):
+            raise ValueError(f"num_aggr_types is {raw['num_aggr_types']}, but aggr_feature_bound lists {len(anchors)}")
+        fallback = raw.get("spec_intermediate_size_fallback", 9216)
+        return {
+            "hidden_size": integer("hidden_size", raw["hidden_size"], 1),
+            "vocab_size": vocab_size,
+            "num_stages": integer("num_stages", raw["num_stages"], 1),
+            "num_spec_layers": integer("num_spec_layers", raw["num_spec_layers"], cls.min_layers),
+            "aggr_feature_bound": anchors,
+            "draft_vocab_size": draft_vocab_size,
+            "draft_token_ids": draft_ids(raw.get("draft_token_ids"), vocab_size, draft_vocab_size),
+            "trained_with_use_deepest": bool(raw.get("trained_with_use_deepest", False)),
+            "stage_layers": parse_stage_layers(raw.get("stage_layers")),
+            "spec_intermediate_size_fallback": integer("spec_intermediate_size_fallback", fallback, 1),
+            "base_model_path": str(raw.get("base_model_path", "")),
+            "model_type": raw.get("model_type"),
+        }
 
     def to_dict(self) -> dict[str, Any]:
         """The mapping a checkpoint stores: plain numbers, strings and lists; optional entries only where used."""
@@ -297,10 +286,6 @@ class HeadConfig:
             raw["num_aggr_types"] = len(self.aggr_feature_bound)
         return {key: _listed_out(value) for key, value in raw.items() if value is not None}
 
-    def build(self, target_config: PreTrainedConfig) -> SpeculationHead:
-        """An untrained head. ValueError when it does not fit the target."""
-        return (FixedRowHead if self.version == 10 else SpeculationHead)(self, target_config)
-
     def split(self, num_layers: int, num_stages: int | None = None) -> tuple[int, ...]:
         """Stage sizes on a target of `num_layers` layers; `num_stages` picks one of several the head was trained for.
 
@@ -308,15 +293,14 @@ class HeadConfig:
         """
         if num_stages is None or num_stages == self.num_stages:
             return split_layers(num_layers, self.num_stages, self.stage_layers)
-        trained = self.trained_num_stages or (self.num_stages,)
-        if num_stages not in trained:
+        if num_stages not in self.stage_counts:
             raise ValueError(
-                f"--num_stages is {num_stages}, but the head was trained for {', '.join(map(str, trained))}"
+                f"--num_stages is {num_stages}, but the head was trained for {', '.join(map(str, self.stage_counts))}"
             )
         return split_layers(num_layers, num_stages)
 
     def check_target(self, target_config: PreTrainedConfig) -> None:
-        """ValueError unless this head fits the target: hidden size, vocabulary, family, and layers enough."""
+        """ValueError unless the drafter fits the target: hidden size, vocabulary, family, and layers enough."""
         for name in ("hidden_size", "vocab_size", "model_type"):
             ours, theirs = getattr(self, name), getattr(target_config, name)
             if ours is not None and _family(ours) != _family(theirs):
@@ -325,10 +309,142 @@ class HeadConfig:
                     f"but this target has {name} {theirs}: give the target the head was trained on"
                 )
         num_layers = target_config.num_hidden_layers
-        available = layers_available(self.split(num_layers))
+        self.split(num_layers)
         if self.aggr_feature_bound is not None and self.aggr_feature_bound[-1] > num_layers:
             last = self.aggr_feature_bound[-1]
             raise ValueError(f"aggr_feature_bound ends at layer {last}, but the target has {num_layers} layers")
+        expected = self.read_layers(num_layers)
+        if expected is not None and self.anchors != expected:
+            raise ValueError(
+                f"aggr_feature_bound is {list(self.anchors)}, but {self.version} reads {list(expected)} of this target"
+            )
+
+    # Weights that go with it
+
+    def build(self, target_config: PreTrainedConfig) -> DraftHead:
+        """Untrained weights. ValueError when they do not fit the target."""
+        return self.head_class(self, target_config)
+
+    def new_head(self, target: Target, seed: int = 0) -> DraftHead:
+        """Weights to train, in float32 on the target's device: random but for what starts from the target's."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            head = self.build(target.config).float()
+        head.start_from_target(target)
+        return head.to(target.device)
+
+    # Files
+
+    @classmethod
+    def read(cls, path: str | Path, *, mapped: bool = False) -> tuple[Self, Mapping[str, Tensor]]:
+        """Configuration and weights of a checkpoint: a file, or a folder with `speculation_head_final.pt`.
+
+        `mapped` leaves the weights on disk until they are used, for those who want the configuration alone.
+        ValueError, in one line, for a wrong configuration, and as `read_payload`.
+        """
+        raw, state = read_payload(path, mapped=mapped)
+        try:
+            return cls.parse(raw), state
+        except ValueError as error:
+            raise ValueError(f"{str(checkpoint_file(path))!r}: {error}") from None
+
+    @classmethod
+    def read_head(cls, path: str | Path, target_config: PreTrainedConfig, *, mapped: bool = False) -> DraftHead:
+        """The weights of a checkpoint, frozen, as they are stored. ValueError as `read`, or if they do not fit."""
+        config, state = cls.read(path, mapped=mapped)
+        try:
+            with torch.device("meta"):
+                head = config.build(target_config)
+            check_weights(head.state_dict(), state)
+        except ValueError as error:
+            raise ValueError(f"{str(path)!r}: {error}") from None
+        head.load_state_dict(state, assign=True)
+        return head.eval().requires_grad_(False)
+
+    @classmethod
+    def load_head(cls, path: str | Path, target: Target) -> DraftHead:
+        """As `read_head`, in the target's dtype and on its device."""
+        return cls.read_head(path, target.config).to(device=target.device, dtype=target.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadConfig(DraftConfig):
+    """The `config` entry of a speculation head's checkpoint (METHOD section 8: versions 10, 11 and 12).
+
+    `num_stages` is the largest n when the head was trained for several.
+    """
+
+    meaning = (*DraftConfig.meaning, "shallow_hidden_layer_indices")
+
+    trained_with_use_deepest: bool = True  # completed tokens always show their deepest type
+    shallow_hidden_layer_indices: tuple[tuple[int, ...], ...] | None = None  # version 10: b of g_n, ..., of g_1
+    spec_init_from_base_layers: tuple[int, ...] | None = None  # target layers the speculation layers started from
+    spec_init_first_layer: int | None = None  # number of the target's first layer there: 0; None: not said, as in the
+    # paper's heads, which count from 0, and this project's first ones, which count from 1
+    trained_num_stages: tuple[int, ...] | None = None  # every n it was trained for; None: num_stages alone
+
+    @property
+    def anchors(self) -> tuple[int, ...]:
+        if self.aggr_feature_bound is not None:
+            return self.aggr_feature_bound
+        return tuple(sorted({0}.union(*self.shallow_hidden_layer_indices)))
+
+    @property
+    def stage_counts(self) -> tuple[int, ...]:
+        return self.trained_num_stages or (self.num_stages,)
+
+    @property
+    def version(self) -> int:
+        if self.shallow_hidden_layer_indices is not None:
+            return 10
+        return 11 if self.stage_layers is None else 12
+
+    @classmethod
+    def check_version(cls, version: Any) -> None:
+        if version not in (10, 11, 12):
+            raise ValueError(f"checkpoint version is {version!r}: this program reads versions 10, 11 and 12")
+
+    @classmethod
+    def required(cls, raw: Mapping[str, Any]) -> tuple[str, ...]:
+        *others, anchors = super().required(raw)
+        return *others, "shallow_hidden_layer_indices" if raw["version"] == 10 else anchors
+
+    @classmethod
+    def checked(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        version, shallow_layers = raw["version"], None
+        if version == 10:
+            for name in ("stage_layers", "trained_num_stages"):
+                if raw.get(name):
+                    raise ValueError(
+                        f"{name} is {raw[name]!r}, but a head of version 10 is made for one n and an even split: "
+                        "use version 11"
+                    )
+            raw = dict(raw) | {"aggr_feature_bound": None}
+        checked = super().checked(raw)
+        if version == 10:
+            shallow_layers = shallow_lists(raw["shallow_hidden_layer_indices"], checked["num_stages"])
+        if version == 12 and checked["stage_layers"] is None:
+            raise ValueError("checkpoint version is 12, but stage_layers is missing")
+        base_layers = raw.get("spec_init_from_base_layers")
+        if base_layers is not None:
+            base_layers = integers("spec_init_from_base_layers", written_out(base_layers), 0)
+        first_layer = raw.get("spec_init_first_layer")
+        if first_layer is not None:
+            first_layer = integer("spec_init_first_layer", first_layer, 0, 1)
+        return checked | {
+            "shallow_hidden_layer_indices": shallow_layers,
+            "spec_init_from_base_layers": base_layers,
+            "spec_init_first_layer": first_layer,
+            "trained_num_stages": trained_stages(raw.get("trained_num_stages"), checked["num_stages"]),
+        }
+
+    def build(self, target_config: PreTrainedConfig) -> SpeculationHead:
+        """An untrained head. ValueError when it does not fit the target."""
+        return (HeadV10 if self.version == 10 else SpeculationHead)(self, target_config)
+
+    def check_target(self, target_config: PreTrainedConfig) -> None:
+        super().check_target(target_config)
+        available = layers_available(self.split(target_config.num_hidden_layers))
         for stage, layers in enumerate(reversed(self.shallow_hidden_layer_indices or ()), start=1):
             if max(layers) > available[stage]:
                 raise ValueError(
@@ -964,7 +1080,7 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def spec_layer_style(
-    config: HeadConfig, target_config: PreTrainedConfig
+    config: DraftConfig, target_config: PreTrainedConfig
 ) -> tuple[type[Qwen3SpecLayer | Qwen3_5SpecLayer], PreTrainedConfig]:
     """Class and configuration of dense full-attention layers in the target family's style (never MoE or linear)."""
     shape = {
@@ -985,7 +1101,7 @@ def spec_layer_style(
     return Qwen3SpecLayer, Qwen3Config(**shape)
 
 
-def new_spec_layers(config: HeadConfig, target_config: PreTrainedConfig) -> nn.ModuleList:
+def new_spec_layers(config: DraftConfig, target_config: PreTrainedConfig) -> nn.ModuleList:
     """L_s layers in the target family's style."""
     layer_class, layer_config = spec_layer_style(config, target_config)
     return nn.ModuleList(layer_class(layer_config, index) for index in range(config.num_spec_layers))
@@ -994,7 +1110,7 @@ def new_spec_layers(config: HeadConfig, target_config: PreTrainedConfig) -> nn.M
 class HeadCache:
     """Keys and values of the head's layers, preallocated. The first `length` rows are tokens that stay."""
 
-    def __init__(self, head: SpeculationHead, capacity: int):
+    def __init__(self, head: DraftHead, capacity: int):
         attn = head.spec_layers[0].self_attn
         kv_heads = attn.k_proj.out_features // attn.head_dim
         weight = attn.k_proj.weight
@@ -1021,64 +1137,33 @@ class HeadCache:
         self._values.zero_()
 
 
-class SpeculationHead(nn.Module):
-    """Projections A_k, L_s decoder layers, lm_head. The final norm and the rotary table are the target's.
+class DraftHead(nn.Module):
+    """The weights of a drafter, whatever its method: what trains, and what a checkpoint holds beside its configuration.
 
-    This is version 11, and 12, where the layers move every row; `FixedRowHead` is version 10. What the two do not share
-    is here: the projections, the type of a depth, the rows that a type shows, and whether they move.
+    A subclass makes its modules in `__init__`.
     """
 
     fixed_rows = False  # True: rows of other types than 0 are never queries, and each layer has its own for them
+    spec_layers: nn.ModuleList  # L_s decoder layers, of a drafter that has some: see `forward_rows`
 
-    def __init__(self, config: HeadConfig, target_config: PreTrainedConfig):
+    def __init__(self, config: DraftConfig, target_config: PreTrainedConfig):
         super().__init__()
         config.check_target(target_config)
         self.config = config
-        self._add_projections()
-        self._add_layers(target_config)
-        self._add_lm_head()
-
-    def _add_projections(self) -> None:
-        hidden, types = self.config.hidden_size, len(self.config.aggr_feature_bound)
-        self.aggr_projs = nn.ModuleList(_projection((k + 1) * hidden, hidden) for k in range(types))
-
-    def _add_layers(self, target_config: PreTrainedConfig) -> None:
-        self.spec_layers = new_spec_layers(self.config, target_config)
-
-    def _add_lm_head(self) -> None:
-        self.lm_head = _projection(self.config.hidden_size, self.config.draft_vocab_size)
+        self.lm_head: nn.Linear | None = None  # V_d rows of its own; None: it drafts with the target's
 
     @cached_property
     def draft_token_ids(self) -> Tensor | None:
         """Target id of each draft id, [V_d], on the head's device; None when the vocabularies are the same."""
         ids = self.config.draft_token_ids
-        return None if ids is None else torch.tensor(ids, device=self.lm_head.weight.device)
+        return None if ids is None else torch.tensor(ids, device=next(self.parameters()).device)
 
-    def depth_types(self, stage_sizes: Sequence[int]) -> tuple[int, ...]:
-        """The type of row that a token at depth d shows, for d = 0 .. n."""
-        return depth_types(self.config.aggr_feature_bound, stage_sizes)
-
-    def staircase_plan(
-        self, stage_sizes: Sequence[int], fill: int | None, *, exact_fill: bool = False
-    ) -> dict[int, tuple[int, ...]]:
-        """What the training forward computes, as `staircase_plan` returns it, type 0 first."""
-        return staircase_plan(self.config.aggr_feature_bound, stage_sizes, fill, exact_fill=exact_fill)
-
-    @property
-    def projections(self) -> list[list[nn.Linear]]:
-        """For each type, the modules that its rows alone go through."""
-        return [[projection] for projection in self.aggr_projs]
-
-    def aggregate(self, kind: int, features: Tensor) -> Tensor:
-        """g_k = A_k [h_{b_0}; ...; h_{b_k}]: features [..., m, H] -> [..., H]."""
-        return self.aggr_projs[kind](features[..., : kind + 1, :].flatten(-2))
-
-    def shown_rows(self, kind: int, features: Tensor) -> Tensor:
-        """What tokens of a type put into the layers: [..., m, H] -> [D, ..., H].
-
-        D = 1 where the layers move the rows; with `fixed_rows` D = L_s, a row for each layer.
-        """
-        return self.aggregate(kind, features)[None]
+    @torch.no_grad()
+    def start_from_target(self, target: Target) -> None:
+        """Copy what new weights, on the CPU, take over from the target: an own lm_head's rows."""
+        if self.lm_head is not None:
+            rows, ids = target.lm_head.weight.float().cpu(), self.config.draft_token_ids
+            self.lm_head.weight.copy_(rows if ids is None else rows[list(ids)])
 
     def forward_rows(
         self,
@@ -1117,7 +1202,53 @@ class SpeculationHead(nn.Module):
         return outputs if self.fixed_rows or index == len(self.spec_layers) - 1 else count
 
 
-class FixedRowHead(SpeculationHead):
+class SpeculationHead(DraftHead):
+    """Projections A_k, L_s decoder layers, lm_head. The final norm and the rotary table are the target's.
+
+    This is version 11, and 12, where the layers move every row; `HeadV10` is version 10. What the two do not share is
+    here: the projections, the type of a depth, the rows that a type shows, and whether they move.
+    """
+
+    config: HeadConfig
+
+    def __init__(self, config: HeadConfig, target_config: PreTrainedConfig):
+        super().__init__(config, target_config)
+        self._add_projections()
+        self.spec_layers = new_spec_layers(config, target_config)
+        self.lm_head = _projection(config.hidden_size, config.draft_vocab_size)
+
+    def _add_projections(self) -> None:
+        hidden, types = self.config.hidden_size, len(self.config.aggr_feature_bound)
+        self.aggr_projs = nn.ModuleList(_projection((k + 1) * hidden, hidden) for k in range(types))
+
+    def depth_types(self, stage_sizes: Sequence[int]) -> tuple[int, ...]:
+        """The type of row that a token at depth d shows, for d = 0 .. n."""
+        return depth_types(self.config.aggr_feature_bound, stage_sizes)
+
+    def staircase_plan(
+        self, stage_sizes: Sequence[int], fill: int | None, *, exact_fill: bool = False
+    ) -> dict[int, tuple[int, ...]]:
+        """What the training forward computes, as `staircase_plan` returns it, type 0 first."""
+        return staircase_plan(self.config.aggr_feature_bound, stage_sizes, fill, exact_fill=exact_fill)
+
+    @property
+    def projections(self) -> list[list[nn.Linear]]:
+        """For each type, the modules that its rows alone go through."""
+        return [[projection] for projection in self.aggr_projs]
+
+    def aggregate(self, kind: int, features: Tensor) -> Tensor:
+        """g_k = A_k [h_{b_0}; ...; h_{b_k}]: features [..., m, H] -> [..., H]."""
+        return self.aggr_projs[kind](features[..., : kind + 1, :].flatten(-2))
+
+    def shown_rows(self, kind: int, features: Tensor) -> Tensor:
+        """What tokens of a type put into the layers: [..., m, H] -> [D, ..., H].
+
+        D = 1 where the layers move the rows; with `fixed_rows` D = L_s, a row for each layer.
+        """
+        return self.aggregate(kind, features)[None]
+
+
+class HeadV10(SpeculationHead):
     """Version 10 (METHOD section 8): a type a depth, and only g_0 moves through the layers.
 
     g_i, i = 1 .. n, is a projection of the hidden states that `shallow_hidden_layer_indices` lists for it; in layer l
@@ -1211,12 +1342,7 @@ def new_head(
     """
     if base_layers is not None:
         check_base_layers(base_layers, config.num_spec_layers, target.config)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        head = config.build(target.config)
-    rows = target.lm_head.weight.detach().float().cpu()
-    with torch.no_grad():
-        head.lm_head.weight.copy_(rows if config.draft_token_ids is None else rows[list(config.draft_token_ids)])
+    head = config.new_head(target, seed)
     for layer, number in zip(head.spec_layers, base_layers or (), strict=False):
         source, own = target.layers[number].state_dict(), layer.state_dict()
         common = {name: w for name, w in source.items() if name in own and own[name].shape == w.shape}
@@ -1224,7 +1350,7 @@ def new_head(
     if identity_projections:
         for projection in chain(*head.projections):
             start_as_identity(projection.weight)
-    return head.float().to(target.device)
+    return head
 
 
 @torch.no_grad()
@@ -1239,50 +1365,26 @@ def start_as_identity(weight: Tensor) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def save_head(head: SpeculationHead, path: str | Path) -> None:
+def save_head(head: DraftHead, path: str | Path) -> None:
     """Write `{"state_dict", "config"}` atomically: a killed run never leaves half a checkpoint under this name."""
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
     with atomic_open(path, "wb") as file:
         torch.save({"state_dict": state, "config": head.config.to_dict()}, file)
 
 
-def read_checkpoint(
-    path: str | Path, config_class: type[HeadConfig] = HeadConfig, *, mapped: bool = False
-) -> tuple[HeadConfig, dict[str, Tensor]]:
-    """Configuration and weights of a head checkpoint (a file, or a folder with `speculation_head_final.pt`).
-
-    `mapped` leaves the weights on disk until they are used, for those who want the configuration alone. ValueError, in
-    one line, for a missing, truncated or foreign file and for a wrong configuration, and as `checkpoint_file`.
-    """
-    raw, state = read_payload(path, mapped=mapped)
-    try:
-        return config_class.parse(raw), state
-    except ValueError as error:
-        raise ValueError(f"{str(checkpoint_file(path))!r}: {error}") from None
+def read_checkpoint(path: str | Path, *, mapped: bool = False) -> tuple[HeadConfig, Mapping[str, Tensor]]:
+    """Configuration and weights of a speculation head's checkpoint, as `DraftConfig.read`."""
+    return HeadConfig.read(path, mapped=mapped)
 
 
-def load_head(path: str | Path, target: Target, config_class: type[HeadConfig] = HeadConfig) -> SpeculationHead:
-    """The head of a checkpoint, frozen, in the target's dtype and on its device. ValueError as `read_head`."""
-    return read_head(path, target.config, config_class).to(device=target.device, dtype=target.dtype)
+def load_head(path: str | Path, target: Target) -> SpeculationHead:
+    """The speculation head of a checkpoint, frozen, in the target's dtype and on its device; as `read_head`."""
+    return HeadConfig.load_head(path, target)
 
 
-def read_head(
-    path: str | Path,
-    target_config: PreTrainedConfig,
-    config_class: type[HeadConfig] = HeadConfig,
-    *,
-    mapped: bool = False,
-) -> SpeculationHead:
-    """The head of a checkpoint, frozen, as it is stored. ValueError as `read_checkpoint`, or if it does not fit."""
-    config, state = read_checkpoint(path, config_class, mapped=mapped)
-    try:
-        with torch.device("meta"):
-            head = config.build(target_config)
-        check_weights(head.state_dict(), state)
-    except ValueError as error:
-        raise ValueError(f"{str(path)!r}: {error}") from None
-    head.load_state_dict(state, assign=True)
-    return head.eval().requires_grad_(False)
+def read_head(path: str | Path, target_config: PreTrainedConfig, *, mapped: bool = False) -> SpeculationHead:
+    """The speculation head of a checkpoint, frozen, as it is stored. ValueError as `DraftConfig.read_head`."""
+    return HeadConfig.read_head(path, target_config, mapped=mapped)
 
 
 def check_weights(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:

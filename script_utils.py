@@ -12,6 +12,7 @@ import errno
 import fcntl
 import io
 import json
+import math
 import os
 import re
 import secrets
@@ -117,6 +118,33 @@ def not_empty(text: str) -> str:
     if not text.strip():
         raise argparse.ArgumentTypeError("the value is empty (an unset shell variable?)")
     return text
+
+
+def number(kind: type, low: float, high: float = math.inf, *, above: bool = False) -> Callable[[str], float]:
+    """An argparse type: an int or float in [low, high], or in (low, high] when `above`."""
+    bound = f"{'above' if above else 'at least'} {low}" + ("" if high == math.inf else f" and at most {high}")
+
+    def parse(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not low <= value <= high or (above and value == low) or value == math.inf:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {'an integer' if kind is int else 'a number'} {bound}")
+        return value
+
+    return parse
+
+
+def integers(text: str) -> tuple[int, ...]:
+    """An argparse type: "2,3,6"."""
+    try:
+        return tuple(int(item) for item in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of integers such as 2,3,6") from None
+
+
+COUNT, POSITIVE, NATURAL = number(int, 1), number(float, 0, above=True), number(int, 0)
 
 
 WORDS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}

@@ -44,13 +44,14 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from decoding.sampling import Sampling
 from loading.chat_template import add_template_flags, check_template_flags, use_template
-from loading.checkpoint_files import CHECKPOINT_NAME
+from loading.checkpoint_files import CHECKPOINT_NAME, read_payload
 from loading.head_values import parse_shallow_layers, parse_stage_layers
 from loading.target_config import load_target_config
 from loading.target_files import QUANTIZATIONS, check_attention_kernels, check_target_weights, quantization_of
 from loading.tokenizer import load_tokenizer
 from pipeline_model import (
     ATTN_IMPLEMENTATIONS,
+    DraftHead,
     HeadConfig,
     SpeculationHead,
     Target,
@@ -60,16 +61,20 @@ from pipeline_model import (
     check_weights,
     late_layers,
     new_head,
-    read_checkpoint,
     save_head,
     split_layers,
 )
 from script_utils import (
+    COUNT,
+    NATURAL,
+    POSITIVE,
     Parser,
     Switch,
     check_output_folder,
     first_line,
+    integers,
     lock_folder,
+    number,
     quiet_libraries,
     read_text,
     room_for,
@@ -80,7 +85,7 @@ from script_utils import (
 from training.conversations import OVERFLOW_POLICIES, ConversationData, PadCollator, load_conversations
 from training.feature_cache import FeatureCache, open_caches
 from training.forward import teacher_features
-from training.head_loss import HeadLoss, ReplayLoss
+from training.head_loss import DraftLoss, HeadLoss, ReplayLoss
 from training.held_out import BEST_NAME, EarlyStopping, HeldOutTraces, copy_best, in_words, keep_best
 from training.loss import LOSS_KINDS, LossTerms, TrainingLoss
 from training.optimizers import SCHEDULES, build_optimizers, lr_factor, scale_lr
@@ -116,33 +121,6 @@ TARGET_DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.floa
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Command line
-
-
-def number(kind: type, low: float, high: float = math.inf, *, above: bool = False) -> Callable[[str], float]:
-    """An argparse type: an int or float in [low, high], or in (low, high] when `above`."""
-    bound = f"{'above' if above else 'at least'} {low}" + ("" if high == math.inf else f" and at most {high}")
-
-    def parse(text: str) -> float:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = math.nan
-        if not low <= value <= high or (above and value == low) or value == math.inf:
-            raise argparse.ArgumentTypeError(f"{text!r} is not {'an integer' if kind is int else 'a number'} {bound}")
-        return value
-
-    return parse
-
-
-def integers(text: str) -> tuple[int, ...]:
-    """An argparse type: "2,3,6"."""
-    try:
-        return tuple(int(item) for item in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of integers such as 2,3,6") from None
-
-
-COUNT, POSITIVE, NATURAL = number(int, 1), number(float, 0, above=True), number(int, 0)
 
 
 def build_parser() -> Parser:
@@ -573,10 +551,10 @@ def load_target(args: argparse.Namespace, accelerator: Accelerator, dtype: torch
     return Target.load(args.model_name, dtype=dtype, device_map=placement, **shared)
 
 
-def start_from(head: SpeculationHead, path: str) -> None:
+def start_from(head: DraftHead, path: str) -> None:
     """Copy a checkpoint's weights. ValueError when its head reads, drafts or is built otherwise."""
-    found, state = read_checkpoint(path, type(head.config))
-    for name in ("aggr_feature_bound", "shallow_hidden_layer_indices", "num_spec_layers", "draft_token_ids"):
+    found, state = head.config.read(path)
+    for name in head.config.meaning:
         ours, theirs = getattr(head.config, name), getattr(found, name)
         if ours != theirs:
             both = "differs" if name == "draft_token_ids" else f"is {theirs}, this run's {ours}"
@@ -606,7 +584,7 @@ class Trainer:
         self,
         args: argparse.Namespace,
         accelerator: Accelerator,
-        loss: HeadLoss,
+        loss: DraftLoss,
         data: ConversationData,
         collator: PadCollator,
     ):
@@ -623,8 +601,7 @@ class Trainer:
             self.say(f"--warmup_steps lowered to {self.warmup}: the run has only {self.total_steps} steps")
 
         config = self.head.config
-        stages = config.trained_num_stages or (config.num_stages,)
-        self.splits = {n: config.split(self.target.num_layers, n) for n in stages}
+        self.splits = {n: config.split(self.target.num_layers, n) for n in config.stage_counts}
         scale = self.lm_head_lr_scale()
         self.model = accelerator.prepare(loss)
         lrs = {"lr": args.lr, "lr_adamw": args.lr_adamw, "lm_head_lr_scale": scale}
@@ -739,12 +716,12 @@ class Trainer:
         sums = torch.cat([sums, sums.new_tensor(flags)])
         total, counted, supervised, agreed, stopped, out_of_time = self.accelerator.reduce(sums, "sum").tolist()
         shapes = [(self.splits[n], fill) for n, fill in self.draw_fills(step)]
-        used = self.loss.end_step(shapes, lambda value: self.accelerator.reduce(value, "sum"))
+        unused = self.loss.end_step(shapes, lambda value: self.accelerator.reduce(value, "sum"))
 
         self.gradient_norm = self.scale_gradients(counted)
         if math.isfinite(total) and math.isfinite(self.gradient_norm):
             scale_lr(self.optimizers, lr_factor(step, self.total_steps, self.warmup, self.args.lr_scheduler))
-            self.rest_unused_types(used)
+            self.rest(unused)
             for optimizer in self.optimizers:
                 optimizer.step()
             self.progress.add(total, counted, int(supervised), agreed)
@@ -782,16 +759,14 @@ class Trainer:
         settings = (tuple(self.splits), args.trained_with_use_deepest, args.fill_alpha, args.seed)
         return [draw_fill(*settings, micro_batch) for micro_batch in range(step * count, (step + 1) * count)]
 
-    def rest_unused_types(self, used: set[int]) -> None:
-        """Take the gradients off projections whose types had no rows in this step, so that optimisers leave them be.
+    def rest(self, weights: Sequence[nn.Parameter]) -> None:
+        """Take the gradients off weights that had no part in this step, so that optimisers leave them be.
 
-        Muon moves a matrix by the same amount however small its momentum has become: a type that is rare would wander
-        off along the gradient of its last batch.
+        Muon moves a matrix by the same amount however small its momentum has become: a type of rows that is rare would
+        wander off along the gradient of its last batch.
         """
-        for kind, projections in enumerate(self.head.projections):
-            if kind not in used:
-                for projection in projections:
-                    projection.weight.grad = None
+        for weight in weights:
+            weight.grad = None
 
     def load(self, part: str, rows: np.ndarray, number: int | None = None) -> MicroBatch:
         """Rows of `train` or `val`, run through the target, or as its pass left them in the feature cache.
@@ -867,12 +842,12 @@ class Trainer:
         sums = torch.zeros(len(shapes), 4, dtype=torch.float64, device=accelerator.device)
         traces, lengths = HeldOutTraces(self.splits), sums.new_zeros(2)
         self.loss.eval()
-        for number in range(accelerator.process_index, len(batches), accelerator.num_processes):
+        for place in range(accelerator.process_index, len(batches), accelerator.num_processes):
             if self.signals.received is not None:
                 break
-            teacher = self.load("val", batches[number]).teacher
+            teacher = self.load("val", batches[place]).teacher
             with accelerator.autocast():
-                traces.add(self.loss, teacher, number)
+                traces.add(self.loss, teacher, place)
                 lengths += self.loss.simulated_lengths(teacher)
             for index, (n, fill) in enumerate(shapes):
                 with accelerator.autocast():
@@ -984,7 +959,7 @@ class Trainer:
     def restore(self, checkpoint: Path) -> None:
         """Go on from a checkpoint. ValueError when it is damaged or belongs to a run with other settings or data."""
         state = read_state(checkpoint, self.identity())
-        self.head.load_state_dict(read_checkpoint(checkpoint, type(self.head.config))[1])
+        self.head.load_state_dict(read_payload(checkpoint)[1])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         if self.scaler.is_enabled():
@@ -1138,7 +1113,7 @@ def head_loss(args: argparse.Namespace, head: SpeculationHead, target: Target) -
 
 
 def run_training(
-    args: argparse.Namespace, config_of_target: PreTrainedConfig, make_loss: Callable[[Target], HeadLoss]
+    args: argparse.Namespace, config_of_target: PreTrainedConfig, make_loss: Callable[[Target], DraftLoss]
 ) -> int:
     """Data, target, head, and the run; returns its exit code. `make_loss` makes the head and its loss."""
     writes = int(os.environ.get("RANK", 0)) == 0
@@ -1152,7 +1127,7 @@ def run_training(
 def train_head(
     args: argparse.Namespace,
     config_of_target: PreTrainedConfig,
-    make_loss: Callable[[Target], HeadLoss],
+    make_loss: Callable[[Target], DraftLoss],
     checkpoint: Path | None,
 ) -> int:
     """`run_training` in an output folder that is this run's alone."""

@@ -19,8 +19,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -30,11 +29,10 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from baselines.common import BaselineConfig, PlainHead
 from baselines.eagle3 import ChainExecutor
 from decoding.tree import Node, TokenTree
 from pipeline_inference import Captured, Decoder
-from pipeline_model import CachePlan, HeadCache, Target, grouped_attention
+from pipeline_model import CachePlan, DraftConfig, DraftHead, HeadCache, Target, grouped_attention, new_spec_layers
 from training.loss import LOSS_CHUNK, LossTerms, TrainingLoss, rows_loss, teacher_argmax
 from training.replay import packed_attention
 
@@ -73,35 +71,28 @@ def default_gamma(block_size: int) -> float:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-class DFlashHead(PlainHead):
+class DFlashHead(DraftHead):
     """W_c and its norm, D decoder layers, and the norm before the target's lm_head."""
 
     config: DFlashConfig
 
-    def _add_projections(self) -> None:
-        taps = len(self.config.anchors) - 1
-        self.context_proj = nn.Linear(taps * self.config.hidden_size, self.config.hidden_size, bias=False)
-
-    def _add_layers(self, target_config: PreTrainedConfig) -> None:
-        super()._add_layers(target_config)
+    def __init__(self, config: DFlashConfig, target_config: PreTrainedConfig):
+        super().__init__(config, target_config)
+        taps, hidden = len(config.anchors) - 1, config.hidden_size
+        self.context_proj = nn.Linear(taps * hidden, hidden, bias=False)
+        self.spec_layers = new_spec_layers(config, target_config)
         norm = self.spec_layers[0].input_layernorm
         self.context_norm, self.norm = copy.deepcopy(norm), copy.deepcopy(norm)
-        self.mask = nn.Parameter(torch.zeros(self.config.hidden_size)) if self.config.learned_mask else None
+        self.mask = nn.Parameter(torch.zeros(hidden)) if config.learned_mask else None
+        self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False) if config.train_lm_head else None
 
-    def _add_lm_head(self) -> None:
-        if self.config.train_lm_head:
-            super()._add_lm_head()
-        else:
-            self.lm_head = None
-
-    @cached_property
-    def draft_token_ids(self) -> Tensor | None:
-        ids = self.config.draft_token_ids
-        return None if ids is None else torch.tensor(ids, device=self.norm.weight.device)
-
-    @property
-    def projections(self) -> list[list[nn.Linear]]:
-        return [[self.context_proj]]
+    @torch.no_grad()
+    def start_from_target(self, target: Target) -> None:
+        """The norm before the lm_head, too, and a learned mask from the mask token's embedding."""
+        super().start_from_target(target)
+        self.norm.load_state_dict(target.norm.state_dict())
+        if self.mask is not None:
+            self.mask.copy_(target.embed(torch.tensor(self.config.mask_token_id, device=target.device)))
 
     def context(self, taps: Tensor) -> Tensor:
         """c of tokens from their taps: [..., C, H] -> [..., H]."""
@@ -123,11 +114,11 @@ class DFlashHead(PlainHead):
         return rows if ids is None else rows[ids]
 
 
-@dataclass(frozen=True)
-class DFlashConfig(BaselineConfig):
+@dataclass(frozen=True, kw_only=True)
+class DFlashConfig(DraftConfig):
     """`num_spec_layers` is D, `aggr_feature_bound` 0 and the C taps."""
 
-    method = "dflash"
+    version = "dflash"
     head_class = DFlashHead
 
     block_size: int = BLOCK_SIZE  # B in training, the largest in decoding
@@ -136,18 +127,18 @@ class DFlashConfig(BaselineConfig):
     train_lm_head: bool = False  # an lm_head of the drafter's own, which starts from the target's rows
 
     @classmethod
-    def parse(cls, raw: Mapping[str, Any]) -> DFlashConfig:
-        config = super().parse(raw)
+    def checked(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        checked = super().checked(raw)
         for name in ("block_size", "mask_token_id"):
             if type(raw.get(name)) is not int:
                 raise ValueError(f"{name} is {raw.get(name)!r}: it must be an integer")
         block_size, mask = raw["block_size"], raw["mask_token_id"]
         if block_size < 2:
             raise ValueError(f"block_size is {block_size}: a block needs a known token and at least one to draft")
-        if not 0 <= mask < config.vocab_size:
-            raise ValueError(f"mask_token_id is {mask}, outside the target's 0 .. {config.vocab_size - 1}")
+        if not 0 <= mask < checked["vocab_size"]:
+            raise ValueError(f"mask_token_id is {mask}, outside the target's 0 .. {checked['vocab_size'] - 1}")
         flags = {name: bool(raw.get(name, False)) for name in ("learned_mask", "train_lm_head")}
-        return replace(config, block_size=block_size, mask_token_id=mask, **flags)
+        return checked | {"block_size": block_size, "mask_token_id": mask} | flags
 
     def read_layers(self, num_layers: int) -> tuple[int, ...]:
         return dflash_anchors(num_layers, len(self.anchors) - 1)
@@ -181,22 +172,6 @@ def mask_token_id(tokenizer: PreTrainedTokenizerBase, token: str | None, vocab_s
     if text and (mask in tokenizer.all_special_ids or text in str(tokenizer.chat_template)):
         raise ValueError(f"--mask_token is {token!r}, which every reply has: name one that no text has")
     return mask
-
-
-def new_dflash_head(config: DFlashConfig, target: Target, seed: int = 0) -> DFlashHead:
-    """A drafter to train, in float32 on the target's device: random but for what starts from the target's weights."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        head = config.build(target.config).float()
-    head.norm.load_state_dict(target.norm.state_dict())
-    head = head.to(target.device)
-    with torch.no_grad():
-        if head.mask is not None:
-            head.mask.copy_(target.embed(torch.tensor(config.mask_token_id, device=target.device)))
-        if head.lm_head is not None:
-            rows, ids = target.lm_head.weight, head.draft_token_ids
-            head.lm_head.weight.copy_(rows if ids is None else rows[ids])
-    return head
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -15,21 +15,25 @@ test"): step i feeds on the outputs of step i-1.
 
 from __future__ import annotations
 
+import argparse
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import PreTrainedConfig
 
-from baselines.common import BaselineConfig, PlainHead
+from baselines.method import ChainMethod, Flag, Run
 from decoding.tree import Node, TokenTree
 from pipeline_inference import Captured, Completed, Decoder, LocalExecutor, Logits, PromptOutput
 from pipeline_model import (
     CachePlan,
+    DraftConfig,
+    DraftHead,
     HeadCache,
     NodeBatch,
     Qwen3_5SpecLayer,
@@ -39,8 +43,10 @@ from pipeline_model import (
     grouped_attention,
     spec_layer_style,
 )
+from script_utils import COUNT, POSITIVE
 from timeline import Timeline, stage_row
 from training.forward import QUERY_CHUNK
+from training.head_loss import DraftLoss
 from training.loss import KL, LossTerms, TrainingLoss, distillation_loss, teacher_argmax
 
 MIN_LAYERS = 4  # of the target: below, L-3 would be the embedding
@@ -103,32 +109,25 @@ class Qwen3_5PairLayer(_PairInput, Qwen3_5SpecLayer):
 PAIR_LAYERS = {Qwen3SpecLayer: Qwen3PairLayer, Qwen3_5SpecLayer: Qwen3_5PairLayer}
 
 
-class Eagle3Head(PlainHead):
+class Eagle3Head(DraftHead):
     """fc, one decoder layer in the style of the target's family, lm_head; final norm and embedding are the target's."""
 
     def __init__(self, config: Eagle3Config, target_config: PreTrainedConfig):
         super().__init__(config, target_config)
         self._sources = feature_layers(target_config.num_hidden_layers)
-
-    def _add_projections(self) -> None:
-        self.fc = nn.Linear(3 * self.config.hidden_size, self.config.hidden_size, bias=False)
-
-    def _add_layers(self, target_config: PreTrainedConfig) -> None:
-        layer_class, layer_config = spec_layer_style(self.config, target_config)
+        self.fc = nn.Linear(3 * config.hidden_size, config.hidden_size, bias=False)
+        layer_class, layer_config = spec_layer_style(config, target_config)
         self.spec_layers = nn.ModuleList([PAIR_LAYERS[layer_class](layer_config, 0)])
-
-    @property
-    def projections(self) -> list[list[nn.Linear]]:
-        return [[self.fc]]
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
 
     def fuse(self, states: Mapping[int, Tensor]) -> Tensor:
         """f of tokens whose hidden states are {b: h_b [..., H]}: [..., H]."""
         return self.fc(torch.cat([states[b] for b in self._sources], dim=-1))
 
 
-@dataclass(frozen=True)
-class Eagle3Config(BaselineConfig):
-    method = "eagle3"
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Config(DraftConfig):
+    version = "eagle3"
     head_class = Eagle3Head
 
     def read_layers(self, num_layers: int) -> tuple[int, ...]:
@@ -311,3 +310,43 @@ def eagle3_decoder(
     """A decoder that drafts chains of `num_steps` tokens; `compiled` as for `Stage`, other settings as `Decoder`."""
     executor = ChainExecutor(target, head.config.anchors, compiled=compiled)
     return Decoder(executor, Eagle3Drafter(head, target), draft_chain=num_steps, **settings)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The method, for eval.py and train_baseline.py
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Eagle3Loss(DraftLoss):
+    """The unrolled training forward; settings are those of `unrolled_loss`."""
+
+    def of_batch(
+        self, teacher: dict[str, Tensor], stage_sizes: tuple[int, ...], fill: int, micro_batch: int
+    ) -> TrainingLoss:
+        return unrolled_loss(self.head, self.target, **teacher, **self.settings)
+
+    @property
+    def identity(self) -> dict[str, object]:
+        return {"--unroll_steps": self.settings["steps"], "--step_decay": self.settings["decay"]}
+
+
+class Eagle3(ChainMethod):
+    name, title = "eagle3", "EAGLE-3"
+    code = ("baselines/eagle3.py",)
+    config_class = Eagle3Config
+    trained_here = True
+    training_flags = (
+        Flag("unroll_steps", "steps of the training-time test", 7, {"type": COUNT}),
+        Flag("step_decay", "step i weighs so much to the power of i", 0.8, {"type": POSITIVE}),
+    )
+
+    def entries(self, args: argparse.Namespace, target: PreTrainedConfig) -> dict[str, Any]:
+        anchors = eagle3_anchors(target.num_hidden_layers)
+        return {"num_stages": 1, "num_spec_layers": 1, "aggr_feature_bound": anchors}
+
+    def loss(self, args: argparse.Namespace, config: Eagle3Config, target: Target) -> Eagle3Loss:
+        head, terms = config.new_head(target, args.seed), LossTerms(temperature=args.temperature)
+        return Eagle3Loss(head, target, steps=args.unroll_steps, decay=args.step_decay, terms=terms)
+
+    def decoder(self, target: Target, head: Eagle3Head, run: Run, settings: Mapping[str, Any]) -> Decoder:
+        return eagle3_decoder(target, head, run.draft_chain, compiled=run.compiled, **settings)

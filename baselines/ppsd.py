@@ -11,37 +11,48 @@ causal pass, and needs no device of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import argparse
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedConfig
 
-from baselines.common import BaselineConfig, PlainHead
+from baselines.method import Flag, Method, Run
+from decoding.metrics import Costs, ppsd_costs
 from decoding.tree import Node, TokenTree
+from loading.head_values import parse_stage_layers
 from pipeline_inference import Captured, Completed, Decoder, LocalExecutor, PromptOutput
-from pipeline_model import CachePlan, HeadCache, NodeBatch, Target
+from pipeline_model import (
+    CachePlan,
+    DraftConfig,
+    DraftHead,
+    HeadCache,
+    NodeBatch,
+    Target,
+    new_spec_layers,
+    split_layers,
+)
+from script_utils import COUNT
 from timeline import Timeline, stage_row
+from training.head_loss import DraftLoss
+from training.loss import LossTerms, TrainingLoss, distillation_loss, supervised_places
 
 
-class PPSDHead(PlainHead):
-    """L_s decoder layers and an lm_head; the rows are h_b, b the layers of stage 0."""
+class PPSDHead(DraftHead):
+    """L_s decoder layers and an lm_head. The rows are h_b itself, b the layers of stage 0."""
 
-    def _add_projections(self) -> None:
-        """It has none: the layers read the target's hidden states as they are."""
-
-    @property
-    def projections(self) -> list[list[nn.Linear]]:
-        return [[]]
-
-    def aggregate(self, kind: int, features: Tensor) -> Tensor:
-        """h_b itself: [..., 2, H] -> [..., H]."""
-        return features[..., 1, :]
+    def __init__(self, config: PPSDConfig, target_config: PreTrainedConfig):
+        super().__init__(config, target_config)
+        self.spec_layers = new_spec_layers(config, target_config)
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
 
 
-@dataclass(frozen=True)
-class PPSDConfig(BaselineConfig):
-    method = "ppsd"
+@dataclass(frozen=True, kw_only=True)
+class PPSDConfig(DraftConfig):
+    version = "ppsd"
     head_class = PPSDHead
 
     def read_layers(self, num_layers: int) -> tuple[int, ...]:
@@ -86,7 +97,7 @@ class PPSDDrafter:
 
     def start(self, plan: CachePlan, features: Tensor, path: Sequence[Node]) -> None:
         self._cache = HeadCache(self.head, plan.slots)
-        self._run(self.head.aggregate(0, features), 0, outputs=0)
+        self._run(features[:, 1], 0, outputs=0)
 
     def enter(self, nodes: Sequence[Node], early: Tensor) -> None:
         self._newest = early
@@ -113,3 +124,77 @@ def ppsd_decoder(
     """A decoder with this drafter; `compiled` as for `Stage`, settings as `Decoder`. One chain: draft_top_k is 1."""
     executor = FirstStageExecutor(target, stage_sizes, head.config.anchors, compiled=compiled)
     return Decoder(executor, PPSDDrafter(head, target), draft_in_line=True, **settings)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The method, for eval.py and train_baseline.py
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class PPSDLoss(DraftLoss):
+    """SPD's loss in one ordinary causal pass; settings: `terms`."""
+
+    def of_batch(
+        self, teacher: dict[str, Tensor], stage_sizes: tuple[int, ...], fill: int, micro_batch: int
+    ) -> TrainingLoss:
+        selected = supervised_places(teacher["labels"], teacher["attention_mask"])
+        draft = causal_outputs(self.head, self.target, teacher["features"][:, :, 1], selected)
+        best = teacher["teacher_best"][selected] if "teacher_best" in teacher else None
+        return distillation_loss(
+            self.head, self.target, draft, teacher["hidden"][selected], best, self.settings["terms"]
+        )
+
+    @property
+    def identity(self) -> dict[str, object]:
+        terms = self.settings["terms"]
+        return {"--rows": "staircase", "--loss": terms.kind, "--loss_eta": terms.eta}  # as speculation heads have it
+
+
+def causal_outputs(head: PPSDHead, target: Target, rows: Tensor, selected: tuple[Tensor, Tensor]) -> Tensor:
+    """The drafter's outputs before the final norm at the selected (batch, position) pairs: [B, S, H] -> [P, H]."""
+    length = rows.shape[1]
+    rope = tuple(table[:, :length].to(rows.device) for table in target.rope(length))
+    for layer in head.spec_layers:
+        normed = layer.input_layernorm(rows)
+        keys, values = layer.keys_values(normed, rope)
+        query, gate = layer.queries(normed, rope)
+        scaling = layer.self_attn.scaling
+        attended = scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scaling, enable_gqa=True)
+        if layer is head.spec_layers[-1]:  # nobody asks for its other rows
+            attended = attended.transpose(1, 2)[selected].transpose(0, 1)[None]  # [1, heads, P, D]
+            gate = None if gate is None else gate[selected][None]
+            rows = rows[selected][None]
+        rows = layer.finish(rows, attended, gate)
+    return rows[0]
+
+
+class PPSD(Method):
+    name, title = "ppsd", "PPSD"
+    code = ("baselines/ppsd.py",)
+    config_class = PPSDConfig
+    pipeline = True
+    trained_here = True
+    training_flags = (
+        Flag("num_stages", "n, required", settings={"type": COUNT}),
+        Flag("stage_layers", 'uneven split, layers per stage: "4;6;6;4"'),
+        Flag("num_spec_layers", "layers of the drafter", 1, {"type": COUNT}),
+    )
+
+    def check_training_flags(self, args: argparse.Namespace) -> None:
+        if args.num_stages is None:
+            raise ValueError("--method ppsd needs --num_stages, the n of its pipeline")
+
+    def entries(self, args: argparse.Namespace, target: PreTrainedConfig) -> dict[str, Any]:
+        stage_layers = parse_stage_layers(args.stage_layers)
+        first = split_layers(target.num_hidden_layers, args.num_stages, stage_layers)[0]
+        shape = {"num_stages": args.num_stages, "stage_layers": stage_layers, "num_spec_layers": args.num_spec_layers}
+        return shape | {"aggr_feature_bound": (0, first)}
+
+    def loss(self, args: argparse.Namespace, config: PPSDConfig, target: Target) -> PPSDLoss:
+        return PPSDLoss(config.new_head(target, args.seed), target, terms=LossTerms(temperature=args.temperature))
+
+    def costs(self, run: Run) -> Costs:
+        return ppsd_costs(run.stage_sizes, run.num_spec_layers)
+
+    def decoder(self, target: Target, head: PPSDHead, run: Run, settings: Mapping[str, Any]) -> Decoder:
+        return ppsd_decoder(target, head, run.stage_sizes, compiled=run.compiled, **settings)

@@ -6,8 +6,10 @@ first pass runs the prompt and may verify drafts already; whatever it gives is t
 
 from __future__ import annotations
 
+import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +17,8 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig
 from transformers.generation import BaseStreamer
 
+from baselines.method import ChainMethod, Flag, Run
+from decoding.metrics import Costs
 from decoding.result import GenerationResult
 from decoding.sampling import Sampling
 from loading.target_config import is_linear_attention
@@ -140,3 +144,24 @@ class PromptLookup:
                 result.accepted.append(accepted)
         result.stop_reason = "eos" if result.tokens[-1] in self.eos_token_ids else "length"
         return result
+
+
+class PromptLookupMethod(ChainMethod):
+    """Prompt lookup, for eval.py."""
+
+    name, title = "prompt_lookup", "prompt lookup"
+    code = ("baselines/prompt_lookup.py",)
+    compiles = False
+    decoding_flags = (Flag("prompt_lookup_num_tokens", "drafts in a row at most", [10], {"type": int, "nargs": "+"}),)
+
+    def lengths(self, args: argparse.Namespace) -> Sequence[int]:
+        return args.prompt_lookup_num_tokens
+
+    def check_target(self, target: PreTrainedConfig) -> None:
+        check_prompt_lookup(target)
+
+    def costs(self, run: Run) -> Costs:
+        return Costs(factor=1.0, cycle=1.0, chain=None)
+
+    def decoder(self, target: Target, head: None, run: Run, settings: Mapping[str, Any]) -> PromptLookup:
+        return PromptLookup(target, run.draft_chain, **settings)

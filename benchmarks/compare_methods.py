@@ -22,9 +22,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import eval as evaluation
 import train
 from baselines import train_baseline
+from baselines.registry import METHODS
 from benchmarks.comparison_report import PLOT, Results, plot, report
 from evaluation.files import read_runs
-from evaluation.methods import METHODS
 from loading.checkpoint_files import CHECKPOINT_NAME
 from loading.target_config import load_target_config
 from script_utils import (

@@ -26,15 +26,17 @@ from tqdm import tqdm
 
 import train
 from baselines import train_baseline
+from baselines.method import Run
 from baselines.ppsd import PPSDConfig
+from baselines.registry import METHODS
 from benchmarks.compare_methods import Command, is_trained, layers_read
 from decoding.metrics import accept_length, alpha
 from decoding.sampling import Sampling
 from evaluation.files import file_sha256
-from evaluation.methods import Run, build_decoder
 from evaluation.metrics import bootstrap_picks, interval
 from evaluation.prompts import encode_questions, read_questions
 from evaluation.replayed import ReplayedTexts, target_texts
+from evaluation.workers import build_decoder
 from loading.tokenizer import load_tokenizer
 from pipeline_model import Target, checkpoint_file, load_head, read_checkpoint
 from script_utils import (
@@ -317,13 +319,13 @@ class Judge:
 
     def _decoded(self, path: str | Path, n: int, temperature: float) -> dict[str, list]:
         """Of a baseline's drafter, by decoding; when sampling, the texts are then others."""
-        config, _ = read_checkpoint(path, PPSDConfig, mapped=True)
+        config, _ = PPSDConfig.read(path, mapped=True)
         run = Run(
+            method=METHODS["ppsd"],
             sampling=Sampling(temperature=temperature),
             max_new_tokens=self._args.max_new_tokens,
             seed=self._args.seed,
             stage_sizes=config.split(self.target.num_layers, n),
-            method="ppsd",
             spec_head_ckpt=str(path),
             num_spec_layers=config.num_spec_layers,
         )

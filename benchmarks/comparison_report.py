@@ -12,9 +12,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from baselines.registry import METHODS
 from benchmarks.published import published_table, rankings_table, read_published
 from decoding.metrics import Costs
-from evaluation.methods import METHODS
 from evaluation.metrics import METRICS, Key, Row, bootstrap_picks, interval
 from script_utils import atomic_open, markdown_table
 

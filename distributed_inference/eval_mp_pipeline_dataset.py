@@ -23,12 +23,12 @@ from typing import Any, NoReturn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import eval as evaluation
+from baselines.method import Run
 from distributed_inference.cycle_profile import Cycle, cycles, write_reports
 from distributed_inference.launch import Checked, Lead, RankParser, add_arguments
 from distributed_inference.one_device_baseline import choose_baseline
 from distributed_inference.self_launch import run
 from evaluation.files import MP_PREFIX, RunFiles, device_name
-from evaluation.methods import Run
 from evaluation.metrics import Row, sample_row
 from evaluation.plan import PlannedRun, Planner
 from evaluation.prompts import Sample
@@ -89,8 +89,8 @@ class PipelinePlanner(Planner):
             "colocated": layout.colocated,
         }
 
-    def head_shape(self, path: str, num_stages: int | None) -> dict[str, Any]:
-        return super().head_shape(path, num_stages) | {"stage_sizes": self._checked.layout.stage_sizes}
+    def shapes(self, path: str) -> list[dict[str, Any]]:
+        return [shape | {"stage_sizes": self._checked.layout.stage_sizes} for shape in super().shapes(path)]
 
     def planned(self, shared: Mapping[str, Any], *values: Any) -> PlannedRun:
         planned, args, layout = super().planned(shared, *values), self.args, self._checked.layout

@@ -6,7 +6,6 @@ Nothing here writes a file. Every mistake of the user is a ValueError of one lin
 from __future__ import annotations
 
 import argparse
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +15,8 @@ import torch
 import transformers
 from transformers import PreTrainedTokenizerBase
 
-from baselines.dflash import check_block_size
-from baselines.prompt_lookup import check_prompt_lookup
+from baselines.method import Run
+from baselines.registry import METHODS, check_owners, with_defaults
 from decoding.sampling import Sampling
 from evaluation.files import (
     RowLog,
@@ -31,7 +30,6 @@ from evaluation.files import (
     read_summaries,
     safe_name,
 )
-from evaluation.methods import METHODS, Run
 from evaluation.prompts import Sample, choose_data_sets, encode_questions, read_questions
 from evaluation.workers import TargetOptions
 from loading.chat_template import check_template_flags, template_setting, use_template
@@ -39,8 +37,7 @@ from loading.checkpoint_files import checkpoint_file
 from loading.target_config import default_target_path, load_target_config
 from loading.target_files import check_compiled, check_target_weights, target_fingerprint
 from loading.tokenizer import load_tokenizer
-from pipeline_inference import check_attention, check_limits
-from pipeline_model import HeadConfig, read_checkpoint, read_head
+from pipeline_model import DraftConfig
 from script_utils import check_output_folder, resolve_dtype
 
 PLACEMENT = "all stages on one device"  # what the wall-clock times of this evaluation mean
@@ -70,43 +67,31 @@ class Plan:
     note: str  # which data sets, and why
 
 
-FLAGS_OF = {  # flags that one method alone has, and what they are when nobody gave them
-    "draft_top_k": ("spd", [1]),
-    "num_stages": ("spd", None),
-    "use_deepest": ("spd", None),
-    "num_steps": ("eagle3", [7]),
-    "block_size": ("dflash", None),
-    "sample_drafts": ("dflash", False),
-    "prompt_lookup_num_tokens": ("prompt_lookup", [10]),
-}
+def check_method(args: argparse.Namespace) -> argparse.Namespace:
+    """The arguments with the method's own defaults.
 
-
-def check_method(args: argparse.Namespace) -> None:
-    """ValueError for flags that do not belong to the method, and for a checkpoint too many or too few."""
-    for name, (method, default) in FLAGS_OF.items():
-        if method != args.method and getattr(args, name) != default:
-            raise ValueError(f"--{name} belongs to --method {method}: leave it out with {args.method}")
-    if METHODS[args.method].config_class is None and args.spec_head_ckpt:
+    ValueError for flags that do not belong to it or have no use, and for a checkpoint too many or too few.
+    """
+    method = METHODS[args.method]
+    check_owners(args, "decoding_flags")
+    if method.config_class is None and args.spec_head_ckpt:
         raise ValueError(f"--method {args.method} has no checkpoint: leave --spec_head_ckpt out")
-    if METHODS[args.method].config_class is not None and not args.spec_head_ckpt:
+    if method.config_class is not None and not args.spec_head_ckpt:
         raise ValueError(f"--method {args.method} needs --spec_head_ckpt, the checkpoint of its drafter")
-    if args.compile and args.method == "prompt_lookup":
-        raise ValueError("--compile compiles this project's stages, but --method prompt_lookup runs the library's loop")
-    for count in (*args.num_steps, *args.prompt_lookup_num_tokens):
-        if count < 1:
-            raise ValueError(f"--num_steps and --prompt_lookup_num_tokens must be at least 1, one is {count}")
-    if args.block_size and min(args.block_size) < 2:
-        raise ValueError(f"--block_size is {min(args.block_size)}: a block has a known token and at least one draft")
+    if args.compile and not method.compiles:
+        raise ValueError(
+            f"--compile compiles this project's stages, but --method {args.method} runs the library's loop"
+        )
+    args = with_defaults(args, "decoding_flags")
+    method.check_decoding_flags(args)
+    return args
 
 
-def check_flags(args: argparse.Namespace) -> None:
-    """ValueError for a flag that no run can have; cheap."""
-    check_method(args)
+def check_flags(args: argparse.Namespace) -> argparse.Namespace:
+    """The arguments with the method's own defaults. ValueError for a flag that no run can have; cheap."""
+    args = check_method(args)
     for temperature in args.temperature:
         Sampling(temperature, args.top_k, args.top_p)
-    for width in args.draft_top_k:
-        check_limits(args.max_new_tokens, width)
-        check_attention(args.attn_implementation, width, args.compile)
     if args.prompts_per_dataset is not None and args.prompts_per_dataset < 1:
         raise ValueError(f"--prompts_per_dataset is {args.prompts_per_dataset}: it must be at least 1")
     check_template_flags(args)
@@ -116,15 +101,16 @@ def check_flags(args: argparse.Namespace) -> None:
     for folder in (args.output_dir, args.output_dir / "raw", args.output_dir / "summary"):
         check_output_folder("--output_dir", folder)
     check_output_folder("--baseline_cache_dir", args.baseline_cache_dir)
+    return args
 
 
-def target_of_heads(paths: Sequence[str], config_class: type[HeadConfig] | None) -> str:
+def target_of_heads(paths: Sequence[str], config_class: type[DraftConfig] | None) -> str:
     """The target that the checkpoints of heads name. ValueError when they name several or none, and without a head."""
     if not paths:
         raise ValueError("--base_model_path is missing: without a head, nothing else names the target")
     targets: dict[str, str] = {}  # the first head of each
     for path in paths:
-        config, _ = read_checkpoint(path, config_class, mapped=True)
+        config, _ = config_class.read(path, mapped=True)
         try:
             target = default_target_path(config.base_model_path)
         except ValueError as error:
@@ -169,8 +155,9 @@ class Planner:
     """
 
     def __init__(self, args: argparse.Namespace):
-        check_flags(args)
-        config_class = METHODS[args.method].config_class
+        args = check_flags(args)
+        self.method = METHODS[args.method]
+        config_class = self.method.config_class
         target = args.base_model_path or target_of_heads(args.spec_head_ckpt, config_class)
         self.args = args = argparse.Namespace(**vars(args) | {"base_model_path": target})
         self.devices = parse_devices(args.gpus)
@@ -182,8 +169,7 @@ class Planner:
         self.config = load_target_config(args.base_model_path, args.trust_remote_code, quantization=args.quantization)
         check_compiled(args.compile, self.config, args.quantization, torch.device(self.devices[0]))
         check_target_weights(args.base_model_path, self.config)
-        if args.method == "prompt_lookup":
-            check_prompt_lookup(self.config)
+        self.method.check_target(self.config)
         self.tokenizer = load_tokenizer(args.base_model_path, args.trust_remote_code)
         use_template(self.tokenizer, args)
         self.samples = encode_questions(
@@ -201,19 +187,16 @@ class Planner:
             quantization=args.quantization,
             threads=max(1, torch.get_num_threads() // len(self.devices)),  # processes on a CPU share its threads
         )
-        self.heads = {path: read_head(path, self.config, config_class).config for path in args.spec_head_ckpt}
+        self.heads = {path: config_class.read_head(path, self.config).config for path in args.spec_head_ckpt}
 
     def plan(self) -> Plan:
-        args = self.args
-        lengths = {
-            "eagle3": args.num_steps,
-            "prompt_lookup": args.prompt_lookup_num_tokens,
-            "dflash": [size - 1 for size in args.block_size or []] or [None],
-        }
-        chains = lengths.get(args.method, [0])
-        axes = (args.spec_head_ckpt or [None], args.temperature, args.draft_top_k, args.num_stages or [None], chains)
-        shared = self.target_settings()
-        runs = [self.planned(shared, *values) for values in itertools.product(*map(dict.fromkeys, axes))]
+        args, shared = self.args, self.target_settings()
+        runs = [
+            self.planned(shared, path, temperature, shape)
+            for path in dict.fromkeys(args.spec_head_ckpt or [None])
+            for temperature in dict.fromkeys(args.temperature)
+            for shape in self.shapes(path)
+        ]
         for planned in runs:
             planned.files.rows.check(planned.settings, resume=args.resume)
             for rows in (planned.files.rows, planned.baseline_rows):
@@ -244,32 +227,14 @@ class Planner:
         }
 
     def planned(
-        self,
-        shared: Mapping[str, Any],
-        path: str | None,
-        temperature: float,
-        width: int,
-        num_stages: int | None,
-        chain: int | None,
+        self, shared: Mapping[str, Any], path: str | None, temperature: float, shape: Mapping[str, Any]
     ) -> PlannedRun:
-        args, method = self.args, METHODS[self.args.method]
+        """The run of a checkpoint at a temperature; shape: more fields of it, one of `shapes`."""
+        args, method = self.args, self.method
         sampling = Sampling(temperature, args.top_k, args.top_p)
-        num_layers = self.config.num_hidden_layers
-        if args.method == "dflash":
-            chain = self.head_chain(path, chain)
-        shape = {"stage_sizes": (num_layers,)} if path is None else self.head_shape(path, num_stages)
-        run = Run(
-            sampling=sampling,
-            max_new_tokens=args.max_new_tokens,
-            seed=args.seed,
-            method=args.method,
-            spec_head_ckpt=path,
-            draft_top_k=width,
-            draft_chain=chain,
-            compiled=args.compile,
-            sample_drafts=args.method != "dflash" or args.sample_drafts,
-            **shape,
-        )
+        given = {"sampling": sampling, "max_new_tokens": args.max_new_tokens, "seed": args.seed}
+        given |= {"compiled": args.compile}
+        run = Run(method, spec_head_ckpt=path, **given, **shape)
         baseline_settings = dict(shared) | {"temperature": temperature}
         title = " ".join(filter(None, (method.title, self.labels.get(path))))
         settings = baseline_settings | {
@@ -281,47 +246,31 @@ class Planner:
             "head_sha256": None if path is None else file_sha256(checkpoint_file(path)),
             "stage_sizes": run.stage_sizes,
             "num_spec_layers": run.num_spec_layers,
-            "draft_top_k": width,
-            "draft_chain": chain,
+            "draft_top_k": run.draft_top_k,
+            "draft_chain": run.draft_chain,
             "sample_drafts": run.sample_drafts,
             "use_deepest": run.use_deepest,
             "baseline": args.baseline,
         }
-        kind = [] if args.method == "spd" else [args.method]
-        axes = "_".join([*kind, *run.axes.values(), f"T{number_name(temperature)}"])
-        name = "__".join(filter(None, (self.labels.get(path), settings["target"], axes)))
-        if path is not None and run.use_deepest != self.heads[path].trained_with_use_deepest:
-            name += f"_{'' if run.use_deepest else 'no-'}use_deepest"
+        axes = [method.in_file_names, *run.axes.values(), f"T{number_name(temperature)}"]
+        name = "__".join(filter(None, (self.labels.get(path), settings["target"], "_".join(filter(None, axes)))))
+        name += "" if path is None else method.unusual(run, self.heads[path])
         return PlannedRun(
             run=run,
             settings=settings,
             files=RunFiles(args.output_dir, name),
-            baseline=Run(sampling, args.max_new_tokens, args.seed, (num_layers,), compiled=args.compile),
+            baseline=Run(METHODS["autoregressive"], stage_sizes=(self.config.num_hidden_layers,), **given),
             baseline_settings=baseline_settings,
             baseline_rows=baseline_cache(baseline_folder(args), baseline_settings),
         )
 
-    def head_chain(self, path: str, chain: int | None) -> int:
-        """DFlash's drafts a round; None: as many as its drafter was trained for. ValueError for more of them."""
-        head = self.heads[path]
+    def shapes(self, path: str | None) -> list[dict[str, Any]]:
+        """What checkpoint and method decide of each of its runs: fields of `Run`. ValueError for what does not fit."""
+        num_layers = self.config.num_hidden_layers
         try:
-            check_block_size(head, head.block_size if chain is None else chain + 1)
+            return [dict(shape) for shape in self.method.runs(self.args, self.heads.get(path), num_layers)]
         except ValueError as error:
-            raise ValueError(f"{path!r}: {error}") from None
-        return head.block_size - 1 if chain is None else chain
-
-    def head_shape(self, path: str, num_stages: int | None) -> dict[str, Any]:
-        """The settings of a run that its head decides. ValueError for stages that it was not trained for."""
-        head, flag = self.heads[path], self.args.use_deepest
-        try:
-            stage_sizes = head.split(self.config.num_hidden_layers, num_stages)
-        except ValueError as error:
-            raise ValueError(f"{path!r}: {error}") from None
-        return {
-            "stage_sizes": stage_sizes,
-            "num_spec_layers": head.num_spec_layers,
-            "use_deepest": head.trained_with_use_deepest if flag is None else flag,
-        }
+            raise ValueError(str(error) if path is None else f"{path!r}: {error}") from None
 
 
 def baseline_folder(args: argparse.Namespace) -> Path:

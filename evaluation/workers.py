@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 
-from baselines.prompt_lookup import PromptLookup
+from baselines.method import Run
 from decoding.compiled import NotCompiled
-from evaluation.methods import Run, build_decoder
 from evaluation.metrics import Row, compare_with_baseline, failed_row, sample_row
 from evaluation.prompts import Sample
 from pipeline_inference import Decoder, Executor, LocalExecutor, logit_gap
@@ -53,6 +52,19 @@ def sample_seed(seed: int, sample: Sample) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) >> 1
 
 
+def build_decoder(target: Target, run: Run) -> Decoder:
+    """The decoder of a run's method on a loaded target. ValueError for a checkpoint that does not fit."""
+    head = None
+    if run.spec_head_ckpt is not None:
+        head = run.method.config_class.load_head(run.spec_head_ckpt, target)
+    settings = {
+        "sampling": run.sampling,
+        "eos_token_ids": target.eos_token_ids,
+        "max_positions": target.config.max_position_embeddings,
+    }
+    return run.method.decoder(target, head, run, settings)
+
+
 def compared(row: Row, task: Task, executor: Executor) -> Row:
     """The row with what the baseline did, and the target's logit gap where the two first differ.
 
@@ -86,7 +98,7 @@ class Evaluator:
         )
         self._alone = LocalExecutor(self.target, (self.target.num_layers,))
         self._run: Run | None = None
-        self._decoder: Decoder | PromptLookup | None = None
+        self._decoder: Decoder | None = None
 
     def evaluate(self, task: Task) -> Row:
         """The row of a sample, failed or not. ValueError for a head that does not fit the target, and NotCompiled."""

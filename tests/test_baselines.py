@@ -13,9 +13,12 @@ import eval
 import train
 from baselines import train_baseline
 from baselines.dflash import BlockTerms, DFlashConfig, dflash_decoder
-from baselines.eagle3 import Eagle3Config, eagle3_decoder
-from baselines.ppsd import PPSDConfig, ppsd_decoder
+from baselines.dflash_method import DFlashLoss
+from baselines.eagle3 import Eagle3Config, Eagle3Loss, eagle3_decoder
+from baselines.method import Run
+from baselines.ppsd import PPSDConfig, PPSDLoss, ppsd_decoder
 from baselines.prompt_lookup import PromptLookup, check_prompt_lookup
+from baselines.registry import METHODS
 from decoding.metrics import (
     chain_costs,
     closed_form,
@@ -25,10 +28,9 @@ from decoding.metrics import (
     spd_costs,
 )
 from decoding.sampling import Sampling
-from evaluation.methods import METHODS, Run
 from loading.checkpoint_files import CHECKPOINT_NAME
 from pipeline_inference import Completed, Decoder, Logits, PromptOutput
-from pipeline_model import Target, load_head, save_head
+from pipeline_model import Target, save_head
 from script_utils import run_script
 from tests.test_eval import TEMPLATE, read_rows, rows_of, summary_of
 from tests.test_train import make_tokenizer, reply, train_tiny_target, write_language
@@ -36,6 +38,7 @@ from tests.test_verification import NEUTRAL, exact_pairs, excesses, sampled_pair
 from tests.tiny import VOCAB, hf_greedy, random_prompt, save_target, tiny_head, tiny_model, tiny_target
 from tests.tiny_baselines import tiny_dflash, tiny_eagle3, tiny_ppsd
 from timeline import DRAFT, VERIFY, Span, Timeline, stage_row
+from training.loss import KL
 from training.run_state import list_checkpoints, read_log
 
 CPU = torch.device("cpu")
@@ -125,7 +128,7 @@ def test_comparable_speedups():
     """
 
     def speedup(method, **fields):
-        run = Run(Sampling(), 71, 0, method=method, **fields)
+        run = Run(METHODS[method], Sampling(), 71, 0, **fields)
         return 70 / (50 * run.costs.cycle), run.num_devices, run.costs
 
     layers, tau, even = 30, 70 / 50, (5,) * 6
@@ -267,7 +270,7 @@ def test_drafters_learn_a_language_and_decode_it(work, tmp_path, method, more, l
     assert read_log(tmp_path / "log.jsonl")[-1]["validation"][0]["agreement"] > least
 
     target = Target.load(str(work / "target"))
-    head = load_head(tmp_path, target, CONFIGS[method])
+    head = CONFIGS[method].load_head(tmp_path, target)
     decoders = {
         "eagle3": lambda: eagle3_decoder(target, head, 3),
         "ppsd": lambda: ppsd_decoder(target, head, (2, 2)),
@@ -369,9 +372,9 @@ def test_every_weight_gets_a_gradient(method):
     features, hidden = train.teacher_features(target, ids, torch.ones_like(ids), head.config.anchors)
     teacher = {"features": features, "hidden": hidden, "labels": ids, "attention_mask": torch.ones_like(ids)}
     losses = {
-        "eagle3": partial(train_baseline.Eagle3Loss, steps=3, decay=0.8),
-        "ppsd": train.HeadLoss,
-        "dflash": partial(train_baseline.DFlashLoss, terms=BlockTerms(), num_anchors=3, seed=0),
+        "eagle3": partial(Eagle3Loss, steps=3, decay=0.8),
+        "ppsd": partial(PPSDLoss, terms=KL),
+        "dflash": partial(DFlashLoss, terms=BlockTerms(), num_anchors=3, seed=0),
     }
     loss = losses[method](head, target)
     loss(teacher, head.config.split(4), 1).total.backward()
@@ -489,8 +492,7 @@ def test_several_chains_are_several_runs_and_resume(files, tmp_path, monkeypatch
     before = [read_rows(tmp_path / "raw" / name) for name in names]
     assert evaluate(files, tmp_path, *flags, "--resume") == 0
     assert [read_rows(tmp_path / "raw" / name) for name in names] == before
-    method = METHODS["eagle3"]
-    monkeypatch.setitem(METHODS, "eagle3", method._replace(code=("baselines/ppsd.py",)))
+    monkeypatch.setattr(type(METHODS["eagle3"]), "code", ("baselines/ppsd.py",))
     with pytest.raises(ValueError, match="method_fingerprint"):
         evaluate(files, tmp_path, *flags, "--resume")
 

@@ -17,12 +17,13 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 import eval as evaluation
 import pipeline_inference
 from baselines.eagle3 import eagle3_decoder
+from baselines.method import Run
 from baselines.ppsd import ppsd_decoder
+from baselines.registry import METHODS
 from decoding import static_head
 from decoding.compiled import NotCompiled, _empty
 from decoding.sampling import Sampling
 from decoding.stage import StaticForward
-from evaluation.methods import Run
 from evaluation.plan import Planner
 from evaluation.workers import Evaluator, TargetOptions
 from loading.target_files import check_compiled
@@ -342,7 +343,7 @@ def test_layers_that_do_not_compile_end_the_run(files, monkeypatch, capsys):
     assert "model type 'llama' cannot be compiled here" in line
     assert line.endswith("leave --compile out")
     evaluator = Evaluator(TargetOptions(str(files / "target"), torch.float32), "cpu")
-    run = Run(Sampling(), 3, 0, (4,), compiled=True)
+    run = Run(METHODS["autoregressive"], Sampling(), 3, 0, (4,), compiled=True)
     sample = type("Sample", (), {"prompt_ids": [1, 2], "dataset": "x", "question_id": 1})()
     with pytest.raises(NotCompiled):
         evaluator.evaluate(type("Task", (), {"run": run, "sample": sample, "baseline": None})())

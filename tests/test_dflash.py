@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 import decoding.sampling
 import pipeline_inference
-from baselines import train_baseline
+from baselines import dflash_method
 from baselines.dflash import (
     Blocks,
     BlockTerms,
@@ -28,12 +28,11 @@ from baselines.dflash import (
     dflash_decoder,
     dpace_weights,
     mask_token_id,
-    new_dflash_head,
     packed_blocks,
     tap_layers,
 )
+from baselines.dflash_method import DFlashLoss
 from baselines.eagle3 import ChainExecutor
-from baselines.train_baseline import DFlashLoss
 from decoding.sampling import Sampling
 from pipeline_inference import Completed, Decoder, LocalExecutor, Logits, PromptOutput
 from pipeline_model import CachePlan, load_head, save_head
@@ -364,10 +363,10 @@ def test_anchors_are_drawn_anew_in_training_alone(monkeypatch):
     target = deep_target()
     loss = DFlashLoss(drafter_for(target), target, terms=BlockTerms(), num_anchors=3, seed=0)
     labels, drawn = torch.zeros(2, 40, dtype=torch.long), []
-    monkeypatch.setattr(train_baseline, "block_loss", lambda *_, blocks, **__: drawn.append(blocks.anchors.tolist()))
+    monkeypatch.setattr(dflash_method, "block_loss", lambda *_, blocks, **__: drawn.append(blocks.anchors.tolist()))
     for training, number in ((True, 0), (True, 1), (True, 0), (False, 0), (False, 1)):
         loss.train(training)
-        loss({"labels": labels}, (6,), 1, number)
+        loss.of_batch({"labels": labels}, (6,), 1, number)
     first, second, again, held_out, other = drawn
     assert first == again != second != held_out == other != first
 
@@ -377,7 +376,7 @@ def test_gradients_reach_the_drafter_alone(train_lm_head, learned_mask):
     """Guards the frozen rows: embedding, lm_head and target never learn, and each weight of the drafter does."""
     target = deep_target()
     config = drafter_for(target, draft_vocab=30, train_lm_head=train_lm_head, learned_mask=learned_mask).config
-    head = new_dflash_head(config, target)
+    head = config.new_head(target)
     assert torch.equal(head.norm.weight, target.norm.weight)
     names = {name.split(".")[0] for name in head.state_dict()}
     expected = {"context_proj", "context_norm", "norm", "spec_layers"}
@@ -531,7 +530,7 @@ def test_an_overfitted_text_is_decoded_in_whole_blocks():
     """Guards training against decoding as a whole: any difference between them, which each alone would not show, costs
     accepted drafts of a text that the drafter knows by heart. METHOD asks for .9 B tokens a round."""
     target, prompt = deep_target(), random_prompt(8)
-    head = new_dflash_head(drafter_for(target).config, target)
+    head = drafter_for(target).config.new_head(target)
     text = prompt + hf_greedy(target.model, prompt, 33)
     ids = torch.tensor([text])
     labels = ids.clone()
@@ -706,7 +705,7 @@ def test_checkpoints_come_back_and_others_are_refused(tmp_path, fields):
     target = deep_target()
     head = drafter_for(target, draft_vocab=20, **fields)
     save_head(head, tmp_path / "dflash.pt")
-    loaded = load_head(tmp_path / "dflash.pt", target, DFlashConfig)
+    loaded = DFlashConfig.load_head(tmp_path / "dflash.pt", target)
     assert loaded.config == head.config
     assert loaded.state_dict().keys() == head.state_dict().keys()
     for name, weight in head.state_dict().items():
@@ -715,9 +714,9 @@ def test_checkpoints_come_back_and_others_are_refused(tmp_path, fields):
         load_head(tmp_path / "dflash.pt", target)
     save_head(tiny_eagle3(target), tmp_path / "eagle3.pt")
     with pytest.raises(ValueError, match="checkpoint version is 'eagle3', not 'dflash'"):
-        load_head(tmp_path / "eagle3.pt", target, DFlashConfig)
+        DFlashConfig.load_head(tmp_path / "eagle3.pt", target)
     with pytest.raises(ValueError, match=r"is \[0, 2, 3, 4\], but dflash reads \[0, 2, 4, 6\] of this target"):
-        load_head(tmp_path / "dflash.pt", tiny_target("llama", layers=8), DFlashConfig)
+        DFlashConfig.load_head(tmp_path / "dflash.pt", tiny_target("llama", layers=8))
     raw = head.config.to_dict()
     for name, value, complaint in (
         ("block_size", 1, "block_size is 1: a block needs"),

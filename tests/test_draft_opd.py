@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from baselines import train_baseline
-from baselines.dflash import DFlashDrafter, new_dflash_head
+from baselines.dflash import DFlashDrafter
+from baselines.dflash_method import DraftOPDLoss
 from baselines.draft_opd import Rollout, RolloutSettings, Round, opd_loss, padded, roll_out, slots_of
 from decoding.sampling import Sampling
 from tests.test_dflash import deep_target, drafter_for, reference_block
@@ -132,7 +132,7 @@ def test_loss_is_the_method(monkeypatch, draft_vocab):
 def test_gradients_are_those_of_the_loss(monkeypatch, rejected):
     """Guards both streams' gradients by finite differences, along the gradient and across it; the target gets none."""
     target = deep_target()
-    head = new_dflash_head(drafter_for(target, draft_vocab=30).config, target)
+    head = drafter_for(target, draft_vocab=30).config.new_head(target)
     rollouts, teacher = logged(monkeypatch, head, target)
 
     def value():
@@ -169,7 +169,7 @@ def test_replies_end_where_the_target_says():
     assert rollout.tokens == PROMPTS[0] + text[:end]
     (short,) = roll_out(head, target, PROMPTS[:1], RolloutSettings(18, Sampling(), len(PROMPTS[0]) + 1))
     assert (short.tokens, short.rounds) == (PROMPTS[0] + text[:1], [])
-    loss = train_baseline.DraftOPDLoss(
+    loss = DraftOPDLoss(
         head.requires_grad_(True), target, terms=None, num_anchors=3, seed=0, rollout=None, rejected=True
     )
     loss.rollouts = [short]

@@ -217,7 +217,7 @@ def test_checkpoints_come_back_and_others_are_refused(tmp_path):
     target = tiny_target("llama")
     head = tiny_eagle3(target, 20)
     save_head(head, tmp_path / "eagle3.pt")
-    loaded = load_head(tmp_path / "eagle3.pt", target, Eagle3Config)
+    loaded = Eagle3Config.load_head(tmp_path / "eagle3.pt", target)
     assert loaded.config == head.config
     for name, weight in head.state_dict().items():
         assert torch.equal(weight, loaded.state_dict()[name])
@@ -225,11 +225,11 @@ def test_checkpoints_come_back_and_others_are_refused(tmp_path):
         load_head(tmp_path / "eagle3.pt", target)
     save_head(tiny_ppsd(target, (2, 2)), tmp_path / "ppsd.pt")
     with pytest.raises(ValueError, match="checkpoint version is 'ppsd', not 'eagle3'"):
-        load_head(tmp_path / "ppsd.pt", target, Eagle3Config)
+        Eagle3Config.load_head(tmp_path / "ppsd.pt", target)
     with pytest.raises(ValueError, match=r"is \[0, 1, 2\], but eagle3 reads \[0, 2, 3, 4\] of this target"):
-        load_head(tmp_path / "eagle3.pt", tiny_target("llama", layers=7), Eagle3Config)
+        Eagle3Config.load_head(tmp_path / "eagle3.pt", tiny_target("llama", layers=7))
     with pytest.raises(ValueError, match="the target has 3 layers: EAGLE-3 needs at least 4"):
-        load_head(tmp_path / "eagle3.pt", tiny_target("llama", layers=3), Eagle3Config)
+        Eagle3Config.load_head(tmp_path / "eagle3.pt", tiny_target("llama", layers=3))
 
 
 def test_feature_layers():

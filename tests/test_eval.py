@@ -17,12 +17,12 @@ import torch
 
 import eval
 import pipeline_inference
+from baselines.method import split_name
 from decoding.metrics import spd_costs
 from decoding.sampling import Sampling, Verdict
 from eval import build_parser, main
 from evaluation import files as evaluation_files
 from evaluation import plan as evaluation_plan
-from evaluation.methods import split_name
 from evaluation.metrics import METRICS, summarise
 from evaluation.plan import Planner, parse_devices
 from evaluation.prompts import Sample

@@ -5,14 +5,14 @@ import random
 import pytest
 import torch
 
-from baselines.ppsd import FirstStageExecutor, PPSDConfig, ppsd_decoder
+from baselines.ppsd import FirstStageExecutor, PPSDConfig, causal_outputs, ppsd_decoder
 from decoding.tree import Node
 from pipeline_inference import Decoder
-from pipeline_model import load_head, save_head
+from pipeline_model import save_head
 from tests.test_verification import FILTERED, NEUTRAL, exact_pairs, excesses, sampled_pairs
 from tests.tiny import hf_greedy, layer_outputs, oracle, random_prompt, spd_decoder, tiny_head, tiny_model, tiny_target
 from tests.tiny_baselines import shadow, tiny_ppsd
-from training.forward import draft_rows, teacher_features
+from training.forward import teacher_features
 
 TOKENS = 18
 
@@ -21,9 +21,7 @@ def training_logits(head, target, tokens):
     """The training forward's draft logits behind the last token of a text."""
     ids = torch.tensor([tokens])
     features, _ = teacher_features(target, ids, torch.ones_like(ids), head.config.anchors)
-    rope = tuple(table[:, : len(tokens)] for table in target.rope(len(tokens)))
-    plan = head.staircase_plan(head.config.split(target.num_layers), None)
-    row = draft_rows(head, features, rope, plan, (torch.tensor([0]), torch.tensor([len(tokens) - 1])))
+    row = causal_outputs(head, target, features[:, :, 1], (torch.tensor([0]), torch.tensor([len(tokens) - 1])))
     return head.lm_head(target.norm(row))[0]
 
 
@@ -119,11 +117,11 @@ def test_checkpoints_come_back_and_wrong_shapes_are_refused(tmp_path):
     target = tiny_target("llama")
     head = tiny_ppsd(target, (1, 3), 20)
     save_head(head, tmp_path / "ppsd.pt")
-    assert load_head(tmp_path / "ppsd.pt", target, PPSDConfig).config == head.config
+    assert PPSDConfig.load_head(tmp_path / "ppsd.pt", target).config == head.config
     with pytest.raises(ValueError, match="num_stages is 1: PPSD drafts while"):
         tiny_ppsd(target, (4,))
     payload = torch.load(tmp_path / "ppsd.pt", weights_only=True)
     payload["config"]["aggr_feature_bound"] = [0, 2]
     torch.save(payload, tmp_path / "other.pt")
     with pytest.raises(ValueError, match=r"is \[0, 2\], but ppsd reads \[0, 1\] of this target"):
-        load_head(tmp_path / "other.pt", target, PPSDConfig)
+        PPSDConfig.load_head(tmp_path / "other.pt", target)

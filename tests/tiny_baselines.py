@@ -7,21 +7,20 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from baselines.common import BaselineConfig
 from baselines.dflash import DFlashConfig, DFlashHead, dflash_anchors
 from baselines.eagle3 import Eagle3Config, eagle3_anchors
 from baselines.ppsd import PPSDConfig
 from decoding.tree import TokenTree
 from pipeline_inference import Decoder, Drafter
-from pipeline_model import SpeculationHead, Target
+from pipeline_model import DraftConfig, DraftHead, Target
 
 
-def tiny_eagle3(target: Target, draft_vocab: int | None = None) -> SpeculationHead:
+def tiny_eagle3(target: Target, draft_vocab: int | None = None) -> DraftHead:
     """A random EAGLE-3 head."""
     return _tiny(Eagle3Config, target, draft_vocab, num_stages=1, aggr_feature_bound=eagle3_anchors(target.num_layers))
 
 
-def tiny_ppsd(target: Target, sizes: Sequence[int], draft_vocab: int | None = None, layers: int = 1) -> SpeculationHead:
+def tiny_ppsd(target: Target, sizes: Sequence[int], draft_vocab: int | None = None, layers: int = 1) -> DraftHead:
     """A random PPSD head for a split."""
     shape = {"num_stages": len(sizes), "stage_layers": list(sizes), "aggr_feature_bound": (0, sizes[0])}
     return _tiny(PPSDConfig, target, draft_vocab, num_spec_layers=layers, **shape)
@@ -40,9 +39,9 @@ def tiny_dflash(
     return head
 
 
-def _tiny(config_class: type[BaselineConfig], target: Target, draft_vocab: int | None, **fields) -> SpeculationHead:
+def _tiny(config_class: type[DraftConfig], target: Target, draft_vocab: int | None, **fields) -> DraftHead:
     raw = {
-        "version": config_class.method,
+        "version": config_class.version,
         "hidden_size": target.config.hidden_size,
         "vocab_size": target.config.vocab_size,
         "model_type": target.config.model_type,

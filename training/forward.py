@@ -18,7 +18,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from decoding.compiled import allow_shapes
 from pipeline_model import SpeculationHead, Target, grouped_attention
-from training.loss import KL, LossTerms, TrainingLoss, distillation_loss
+from training.loss import KL, LossTerms, TrainingLoss, distillation_loss, supervised_places
 
 QUERY_CHUNK = 128  # positions whose queries share one gathered set of keys
 
@@ -200,8 +200,7 @@ def training_loss(
     label at t + 1 is. teacher_best [B, S] is the target's argmax at each position where somebody has it already: with a
     draft vocabulary it saves a third of the lm_heads' work. attention as in `draft_rows`.
     """
-    supervised = (labels[:, 1:] >= 0) & attention_mask[:, 1:].bool()
-    selected = supervised.nonzero(as_tuple=True)
+    selected = supervised_places(labels, attention_mask)
     plan = head.staircase_plan(stage_sizes, fill, exact_fill=exact_fill)
     cos, sin = target.rope(features.shape[1])
     rope = cos[:, : features.shape[1]].to(features.device), sin[:, : features.shape[1]].to(features.device)

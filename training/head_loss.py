@@ -1,19 +1,20 @@
 """The training forward as a module: what a step's micro-batches compute, and what a trainer asks of it besides.
 
+DraftLoss    what every drafter's training has: a baseline's is a subclass
 HeadLoss     METHOD section 4: the staircase, one pipeline depth and fill per micro-batch
 ReplayLoss   METHOD section 11: every draft that decoding verifies, each at its own fill
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pipeline_model import FixedRowHead, SpeculationHead, Target
+from pipeline_model import DraftHead, SpeculationHead, Target
 from training.forward import training_loss
 from training.loss import KL, LossTerms, TrainingLoss
 from training.replay import TraceCounts
@@ -24,16 +25,20 @@ Shape = tuple[tuple[int, ...], int]  # stage sizes and fill of a micro-batch
 Reduce = Callable[[Tensor], Tensor]  # the sum over all processes
 
 
-class HeadLoss(nn.Module):
-    """The training forward as a module, for DistributedDataParallel to wrap; its parameters are the head's alone."""
+class DraftLoss(nn.Module):
+    """What a trainer needs to know of a drafter besides its weights: the loss of a batch, and some more, with defaults.
+
+    A module, for DistributedDataParallel to wrap; its parameters are the drafter's alone. A method overrides
+    `of_batch`.
+    """
 
     has_fill = True  # whether a batch has one fill; False: every draft has its own
 
-    def __init__(self, head: SpeculationHead, target: Target, **settings: Any):
+    def __init__(self, head: DraftHead, target: Target, **settings: Any):
         super().__init__()
         self.head = head
         self.target = target  # no nn.Module: not registered
-        self.settings = settings  # of `training_loss`
+        self.settings = settings  # the method's own
 
     def forward(
         self, teacher: dict[str, Tensor], stage_sizes: tuple[int, ...], fill: int, micro_batch: int = 0
@@ -44,8 +49,8 @@ class HeadLoss(nn.Module):
     def of_batch(
         self, teacher: dict[str, Tensor], stage_sizes: tuple[int, ...], fill: int, micro_batch: int
     ) -> TrainingLoss:
-        texts = {name: value for name, value in teacher.items() if name not in ("temperatures", "input_ids")}
-        return training_loss(self.head, self.target, **texts, stage_sizes=stage_sizes, fill=fill, **self.settings)
+        """The sums of a batch, as `forward`: the teacher's features, hidden states, labels and attention mask."""
+        raise NotImplementedError
 
     def texts(
         self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor, micro_batch: int
@@ -53,32 +58,22 @@ class HeadLoss(nn.Module):
         """What to train on in the place of a micro-batch's examples: likewise, right-padded [B, S] each."""
         return input_ids, labels, attention_mask
 
-    def simulated_lengths(self, teacher: dict[str, Tensor]) -> Tensor:
-        """Tokens that rounds of block drafts would emit on held-out texts, and the number of rounds: [2]."""
-        return torch.zeros(2, device=self.target.device)
-
     def touching_all(self, loss: TrainingLoss) -> TrainingLoss:
-        """The loss with a gradient, if zero, for every projection.
+        """The loss with a gradient, if zero, for every weight that learns.
 
-        A short fill or a small n leaves types without rows. Processes have to agree on which gradients there are, and
-        optimisers on which weights take part in a step.
+        Processes have to agree on which gradients there are, and optimisers on which weights take part in a step.
         """
-        touched = sum(projection.weight[0, 0] for kind in self.head.projections for projection in kind)
+        touched = sum(weight.flatten()[0] for weight in self.head.parameters() if weight.requires_grad)
         return loss._replace(total=loss.total + 0.0 * touched)
+
+    def end_step(self, shapes: Iterable[Shape], reduce: Reduce) -> Sequence[nn.Parameter]:
+        """The weights that had no part in the step that ends, which had micro-batches of these shapes."""
+        return ()
 
     @property
     def identity(self) -> dict[str, object]:
         """What else than the trainer's own flags has to be the same in a continued run."""
-        terms = self.settings.get("terms", KL)
-        return {"--rows": "staircase", "--loss": terms.kind, "--loss_eta": terms.eta}
-
-    def end_step(self, shapes: Iterable[Shape], reduce: Reduce) -> set[int]:
-        """The types whose rows took part in the step that ends, which had micro-batches of these shapes."""
-        used: set[int] = set()
-        for stage_sizes, fill in set(shapes):
-            exact = self.settings.get("exact_fill", False)
-            used |= self.head.staircase_plan(stage_sizes, fill, exact_fill=exact).keys()
-        return used
+        return {}
 
     def figures(self) -> dict[str, Any]:
         """What the log says of the steps since the last call, besides the trainer's own figures."""
@@ -94,15 +89,57 @@ class HeadLoss(nn.Module):
     @property
     def has_traces(self) -> bool:
         """Whether decoding with this head can be replayed."""
-        return type(self.head) in (SpeculationHead, FixedRowHead) and self.head.config.trained_with_use_deepest
+        return False
+
+    def simulated_lengths(self, teacher: dict[str, Tensor]) -> Tensor:
+        """Tokens that rounds of block drafts would emit on held-out texts, and the number of rounds: [2]."""
+        return torch.zeros(2, device=self.target.device)
 
     def held_out(
         self, teacher: dict[str, Tensor], stage_sizes: tuple[int, ...], number: int
     ) -> dict[float, TraceCounts]:
-        """What decoding would verify and accept of held-out texts, by temperature; empty for a head without a replay.
+        """What decoding would verify and accept of held-out texts, by temperature; empty where no replay says that.
 
         `number` of the batch seeds the draws that its replay begins with.
         """
+        return {}
+
+
+class HeadLoss(DraftLoss):
+    """The staircase's loss of a speculation head; settings are those of `training_loss`."""
+
+    head: SpeculationHead
+
+    def of_batch(
+        self, teacher: dict[str, Tensor], stage_sizes: tuple[int, ...], fill: int, micro_batch: int
+    ) -> TrainingLoss:
+        texts = {name: value for name, value in teacher.items() if name not in ("temperatures", "input_ids")}
+        return training_loss(self.head, self.target, **texts, stage_sizes=stage_sizes, fill=fill, **self.settings)
+
+    @property
+    def identity(self) -> dict[str, object]:
+        terms = self.settings.get("terms", KL)
+        return {"--rows": "staircase", "--loss": terms.kind, "--loss_eta": terms.eta}
+
+    def end_step(self, shapes: Iterable[Shape], reduce: Reduce) -> Sequence[nn.Parameter]:
+        used: set[int] = set()
+        for stage_sizes, fill in set(shapes):
+            exact = self.settings.get("exact_fill", False)
+            used |= self.head.staircase_plan(stage_sizes, fill, exact_fill=exact).keys()
+        return self.unused(used)
+
+    def unused(self, types: set[int]) -> Sequence[nn.Parameter]:
+        """The projections of all other types: a short fill or a small n leaves types without rows."""
+        others = (modules for kind, modules in enumerate(self.head.projections) if kind not in types)
+        return [projection.weight for modules in others for projection in modules]
+
+    @property
+    def has_traces(self) -> bool:
+        return self.head.config.trained_with_use_deepest
+
+    def held_out(
+        self, teacher: dict[str, Tensor], stage_sizes: tuple[int, ...], number: int
+    ) -> dict[float, TraceCounts]:
         if not self.has_traces:
             return {}
         replay = self._held_out_replay()
@@ -152,8 +189,8 @@ class ReplayLoss(HeadLoss):
             "--flushed": settings.flushed or None,
         }
 
-    def end_step(self, shapes: Iterable[Shape], reduce: Reduce) -> set[int]:
-        """Adds up what all processes verified and accepted; see `HeadLoss.end_step`."""
+    def end_step(self, shapes: Iterable[Shape], reduce: Reduce) -> Sequence[nn.Parameter]:
+        """Adds up what all processes verified and accepted, too."""
         used: set[int] = set()
         for stage_sizes in sorted({sizes for sizes, _ in shapes}):
             n = len(stage_sizes)
@@ -165,7 +202,7 @@ class ReplayLoss(HeadLoss):
             if len(seen):
                 deepest = n if self.replay.settings.flushed and n > 1 else seen[-1] + 1
                 used |= {types[-1], *types[:deepest]}
-        return used
+        return self.unused(used)
 
     def figures(self) -> dict[str, Any]:
         """Acceptance of the traces, pooled and by fill, and the share of events whose fill the last repeat changed."""

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from pipeline_model import SpeculationHead, save_head
-from training.head_loss import HeadLoss
+from training.head_loss import DraftLoss
 from training.replay import TraceCounts
 
 BEST_NAME = "speculation_head_best.pt"
@@ -30,7 +30,7 @@ class HeldOutTraces:
         self._splits = splits
         self._counts: dict[tuple[int, float], TraceCounts] = {}  # of this process
 
-    def add(self, loss: HeadLoss, teacher: dict[str, Tensor], number: int) -> None:
+    def add(self, loss: DraftLoss, teacher: dict[str, Tensor], number: int) -> None:
         """Count a batch's answers; nothing for heads that have no replay."""
         for n, stage_sizes in self._splits.items():
             for temperature, counts in loss.held_out(teacher, stage_sizes, number).items():

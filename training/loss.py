@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from pipeline_model import SpeculationHead, Target
+from pipeline_model import DraftHead, Target
 
 LOSS_CHUNK = 128  # supervised positions whose logits exist at the same time
 
@@ -222,6 +222,12 @@ def acceptance(p: Tensor, q: Tensor) -> Tensor:
     return torch.minimum(p, q).sum(dim=-1)
 
 
+def supervised_places(labels: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Batch row and position of each token whose next one is supervised, [P] each; labels and mask [B, S]."""
+    supervised = (labels[:, 1:] >= 0) & attention_mask[:, 1:].bool()
+    return supervised.nonzero(as_tuple=True)
+
+
 @torch.no_grad()
 def teacher_argmax(target: Target, hidden: Tensor) -> Tensor:
     """The target's argmax over its whole vocabulary, from h_L [P, H]: [P]. Never holds all positions' logits."""
@@ -229,7 +235,7 @@ def teacher_argmax(target: Target, hidden: Tensor) -> Tensor:
 
 
 def distillation_loss(
-    head: SpeculationHead,
+    head: DraftHead,
     target: Target,
     draft: Tensor,
     hidden: Tensor,

@@ -26,7 +26,7 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 
 from loading.checkpoint_files import CHECKPOINT_NAME
-from pipeline_model import SpeculationHead, save_head
+from pipeline_model import DraftHead, save_head
 from script_utils import append_text, atomic_open, first_line, shown
 
 STATE_NAME = "training_state.pt"
@@ -163,9 +163,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def save_checkpoint(
-    folder: Path, step: int, head: SpeculationHead, state: Mapping[str, Any], keep: int, *more: Path
-) -> Path:
+def save_checkpoint(folder: Path, step: int, head: DraftHead, state: Mapping[str, Any], keep: int, *more: Path) -> Path:
     """Write `checkpoint-{step}` whole or not at all, then drop all but the newest `keep` up to this step.
 
     Copies of the files `more` go into it, too.

@@ -10,9 +10,9 @@ embedding, its other slots are all the embedding of a mask token, and each draft
     drafts                        6     7     8        slot k drafts token a + k
     target                  5     6     7     8        one pass; 6, 7 and 8 are accepted as far as they agree
 
-The drafter's layers are the head's, in the style of the target's family. Its logits come from the target's own lm_head,
-frozen, at the draft vocabulary's rows, after a norm of its own. The target is one stage: a generation runs on one
-device. Training runs many blocks of a text in one pass; none of them sees another.
+The drafter's layers are in the style of the target's family. Its logits come from the target's own lm_head, frozen, at
+the rows of the draft vocabulary, after a norm of its own. The target is one stage, so a generation runs on one device.
+Training runs many blocks of a text in one pass; no block sees another.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def tap_layers(num_layers: int, num_taps: int) -> tuple[int, ...]:
         raise ValueError(
             f"--num_taps is {num_taps}: so many need a target of {num_taps + 3} layers, and this one has {num_layers}"
         )
-    # Python rounds halves to even, as the method does.
+    # The published code uses Python's `round`, too, which rounds halves to even.
     return tuple(round(1 + tap * (num_layers - 4) / (num_taps - 1)) + 1 for tap in range(num_taps))
 
 
@@ -189,7 +189,8 @@ class Blocks(NamedTuple):
     def drawn(cls, labels: np.ndarray, most: int, random: np.random.Generator) -> Blocks:
         """At most so many anchors of each sequence, uniformly, among those that decoding can come to.
 
-        labels [N, S]: the tokens where they are supervised, -100 elsewhere. An anchor and the token behind it are.
+        labels [N, S]: the tokens where they are supervised, -100 elsewhere. An anchor is supervised, and the token after
+        it.
         """
         sequences, anchors = [], []
         for sequence, row in enumerate(labels):
@@ -200,7 +201,7 @@ class Blocks(NamedTuple):
         return cls(np.array(sequences, dtype=int), np.array(anchors, dtype=int))
 
     def counted(self, labels: np.ndarray, block_size: int) -> np.ndarray:
-        """Whether each of the slots 1 .. B - 1 is supervised, and all before it in its block: [A, B - 1] bool."""
+        """Whether each of the slots 1 .. B - 1 is supervised, like all before it in its block: [A, B - 1] bool."""
         positions = self.anchors[:, None] + np.arange(1, block_size)
         inside = positions < labels.shape[1]
         found = labels[self.sequences[:, None], np.minimum(positions, labels.shape[1] - 1)]
@@ -255,9 +256,7 @@ def _attend(
 class BlockTerms:
     """What blocks are trained for (METHOD section 10.4)."""
 
-    loss: str = (
-        "kl"  # one of LOSSES; "ce": cross-entropy with the text's own tokens, which the target should have written
-    )
+    loss: str = "kl"  # one of LOSSES; "ce": cross-entropy with the text's own tokens, for text that the target wrote
     weights: str = "decay"  # one of WEIGHTS: by place, or by what a slot adds to the expected length
     gamma: float = 4.0  # of decay: slot k weighs exp(-(k - 1) / gamma)
     temperature: float = 1.0  # tau of the loss
@@ -293,7 +292,8 @@ def block_loss(
     """The loss of blocks on a text; arguments as `training_loss`.
 
     `total / counted` is the mean: `counted` is the sum of the weights with `decay`, the number of blocks with `dpace`.
-    `supervised` counts the text's supervised tokens, as for every drafter, `agreed` so much of them as slots agree.
+    `supervised` counts the text's supervised tokens, as for every drafter; `agreed` is the share of slots that agree,
+    times `supervised`.
     """
     size = head.config.block_size
     outputs = packed_blocks(head, target, features, blocks, size)
@@ -314,7 +314,7 @@ def block_loss(
 
 
 def as_tokens(loss: TrainingLoss, labels: Tensor, attention_mask: Tensor) -> TrainingLoss:
-    """A loss of slots whose counts are in tokens of the text, which several blocks draft: see `block_loss`."""
+    """A loss of slots, with counts of the text's tokens, as `block_loss` has them: several blocks draft one token."""
     supervised = ((labels[:, 1:] >= 0) & attention_mask[:, 1:].bool()).sum()
     return loss._replace(supervised=supervised, agreed=loss.agreed * supervised / loss.supervised.clamp(min=1))
 
@@ -389,7 +389,7 @@ def accepted_slots(
 ) -> Tensor:
     """How many slots of each block a greedy target would accept, [A]: those before the first that disagrees.
 
-    1 + their mean is AL_sim of METHOD section 10.4, the tokens a round, on text that the target wrote greedily.
+    1 + their mean is AL_sim of METHOD section 10.4, the tokens per round, on text that the target wrote greedily.
     """
     size = head.config.block_size
     counted = blocks.counted(labels.cpu().numpy(), size)
@@ -410,7 +410,7 @@ def accepted_slots(
 
 
 class DFlashDrafter:
-    """The drafter at work: context rows for the tokens that the target has run, and a block behind them.
+    """The drafter at work: context rows for the tokens that the target has run, and a block after them.
 
     The decode loop asks for the drafts of a chain one by one; all of them come from the forward before the first.
     """
@@ -420,7 +420,7 @@ class DFlashDrafter:
         self.draft_token_ids = head.draft_token_ids
         self._rows = head.output_rows(target)
         self._cache: HeadCache | None = None  # of the context: a row each for the tokens 0 .. length - 1
-        self._states: dict[int, Tensor] = {}  # b -> h_b [q, H] of the last chain, which began behind them
+        self._states: dict[int, Tensor] = {}  # b -> h_b [q, H] of the last chain, which began after them
         self._known: Tensor | None = None  # [1, H] embedding of the newest token that is known
         self._logits: Tensor | None = None  # [B - 1, V_d] of the block
 

@@ -7,9 +7,9 @@ verified. The final text is then read once more by the target, and the blocks st
     drafts                6     7'    8'    9'         slots 1 .. 4
     text            5     6     7     8     9
     slots 1, 2            KL(p || q), p on the text: what was verified, the rejected draft's place included
-    slots 2, 3, 4         KL(q || p), p behind the drafts themselves: .8^(k - 1), the rejected stream
+    slots 2, 3, 4         KL(q || p), p after the drafts themselves: .8^(k - 1), the rejected stream
 
-A slot sees no draft, so those behind a rejected one are as good as any; that is why they have a stream of their own.
+No slot sees a draft, so the slots after a rejected draft teach as much as any; they make a second stream.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def slots_of(rollouts: Sequence[Rollout], block_size: int) -> tuple[Blocks, np.n
     """Blocks at all logged anchors; the slots of the verified stream, and those of the rejected one, [A, B - 1] bool.
 
     Of a round with r accepted drafts the first has the slots up to r + 1, as far as the text goes; the second those
-    from r + 1 on that had a draft, where the text goes on after the accepted ones: nothing behind its end was rejected.
+    from r + 1 on that had a draft, where the text goes on after the accepted ones: nothing after its end was rejected.
     """
     sequences, anchors, verified, rejected = [], [], [], []
     slots = np.arange(1, block_size)

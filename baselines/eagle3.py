@@ -1,7 +1,7 @@
 """EAGLE-3 (arXiv 2503.01840), the chain: m tokens drafted in a row, then verified in one pass of the target.
 
 METHOD section 9 has the definitions. f_t is a projection of three hidden states of token t, e_t its embedding. Row t
-pairs f_t with e_{t+1} and predicts token t+2; the drafts behind it have no f yet and feed on the drafter's own output:
+pairs f_t with e_{t+1} and predicts token t+2; the drafts after it have no f yet and feed on the drafter's own output:
 
     position          5     6     7     8     9          7 is the newest token, and not yet in the target
     row 5             f_5   e_6   -> 7                   true rows stay in the drafter's cache
@@ -157,7 +157,7 @@ def unrolled_outputs(head: Eagle3Head, target: Target, features: Tensor, steps: 
     cos, sin = (table.to(features.device) for table in target.rope(length + steps))
     keys, values = [], []
     for step in range(steps):
-        embedding = pad(embedding[:, 1:], (0, 0, 0, 1))  # rows whose token lies behind the end predict nothing
+        embedding = pad(embedding[:, 1:], (0, 0, 0, 1))  # rows whose token lies past the end predict nothing
         pairs = torch.cat([embedding, hidden], dim=-1)
         rope = cos[:, step : step + length], sin[:, step : step + length]
         normed = layer.input_layernorm(pairs)
@@ -269,7 +269,7 @@ class Eagle3Drafter:
         self._embeddings = features.new_zeros(plan.slots, features.shape[-1])
         self._embeddings[:length] = states[0]
         self._true, self._states = 0, states
-        if length > 1:  # the row of the prompt's last token waits for the embedding behind it
+        if length > 1:  # the row of the prompt's last token waits for the embedding of the next token
             self._run_true_rows(length - 1, outputs=0)
         self._states = {b: hidden[-1:] for b, hidden in states.items()}
 

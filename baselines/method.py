@@ -80,7 +80,7 @@ class Method:
     own flags, with its defaults filled in, and those that all methods share.
     """
 
-    name: str  # of --method, in files and in checkpoints
+    name: str  # for --method, and in files
     title: str  # in tables
     code: tuple[str, ...] = ()  # files that make its tokens and times, on top of the decoding code
     pipeline = False  # whether the target is cut into stages
@@ -146,7 +146,7 @@ class Method:
         }
 
     def costs(self, run: Run) -> Costs:
-        """What a cycle of a run is worth, in steps of the target alone."""
+        """What one cycle costs, in steps of the target alone."""
         raise NotImplementedError
 
     def axes(self, run: Run) -> Mapping[str, str]:

@@ -1,12 +1,12 @@
-"""PPSD (arXiv 2509.19368): a drafter behind the first pipeline stage, our re-implementation (METHOD section 9).
+"""PPSD (arXiv 2509.19368): a drafter after the first pipeline stage, our re-implementation (METHOD section 9).
 
 The pipeline and its flush rules are SPD's. The drafter is L_s layers, the target's final norm and an own lm_head on the
 output of stage 0 for the newest token, with its own causal KV cache:
 
     cycle   stage 0 runs the newest token; the drafter continues from its output; beside them the other stages run
 
-So it sees no deeper than one stage, and a cycle is L/n + L_s layers long. It trains with SPD's loss in one ordinary
-causal pass, and needs no device of its own.
+So the drafter sees one stage deep, a cycle is L/n + L_s layers long, and no device is needed beside the stages. It
+trains with SPD's loss in one ordinary causal pass.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class PPSDConfig(DraftConfig):
 
     def check_target(self, target_config: PreTrainedConfig) -> None:
         if self.num_stages < 2:
-            raise ValueError("num_stages is 1: PPSD drafts while the stages behind the first one run, give 2 or more")
+            raise ValueError("num_stages is 1: PPSD drafts while the stages after the first one run, give 2 or more")
         super().check_target(target_config)
 
 
@@ -87,7 +87,7 @@ class FirstStageExecutor(LocalExecutor):
 
 
 class PPSDDrafter:
-    """The head at work behind stage 0: one row a cycle, which stays in the cache until its token is rolled back."""
+    """The head at work after stage 0: one row per cycle, which stays in the cache until its token is rolled back."""
 
     def __init__(self, head: PPSDHead, target: Target):
         self.head, self.target = head, target
@@ -103,7 +103,7 @@ class PPSDDrafter:
         self._newest = early
 
     def observe(self, captured: Iterable[Captured]) -> None:
-        """Nothing behind stage 0 is of use."""
+        """It needs nothing from the stages after the first."""
 
     def draft(self, tree: TokenTree) -> Tensor:
         hidden = self._run(self._newest, tree.frontier[0].position, outputs=1)

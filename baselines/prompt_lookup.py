@@ -1,7 +1,7 @@
 """Prompt lookup: drafts are copied from the text so far. `transformers`' own assisted generation, measured as ours is.
 
-No training, no device: a floor for every trained drafter. A cycle is one pass of the target, counted by a hook. The
-first pass runs the prompt and may verify drafts already; whatever it gives is the prefill's.
+It needs no training and no device of its own, so a trained drafter has to do better. A cycle is one pass of the target;
+a hook counts them. The first pass runs the prompt and may already verify drafts: what it yields is the prefill's.
 """
 
 from __future__ import annotations

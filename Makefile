@@ -1,4 +1,5 @@
 # make demo    fetch a small target, compare speculative pipeline decoding with plain generation, write demo.html
+# make demo_ranks    the target alone on one emulated device, then the pipeline on seven: real text, real messages
 # make test    run the tests (CPU, no downloads)
 # make lint    check style and formatting
 # make clean   remove .venv, caches and demo.html; checkpoints and results stay
@@ -13,7 +14,7 @@ INSTALLED := $(VENV)/requirements.stamp
 DEMO_TARGET := checkpoints/SmolLM2-135M-Instruct
 DEMO_HEAD := checkpoints/SmolLM2-135M-Instruct_s6_l2.pt
 
-.PHONY: help demo demo_target test lint clean
+.PHONY: help demo demo_ranks demo_target test lint clean
 .DELETE_ON_ERROR:
 
 help:
@@ -23,6 +24,13 @@ demo: demo_target
 	@$(RUN) pipeline_inference.py --base_model_path $(DEMO_TARGET) --spec_head_ckpt $(DEMO_HEAD) --max_new_tokens 80 \
 		--html demo.html \
 		--prompt "What is the capital of France?" "Write a short poem about the sea." "Explain what a prime number is."
+
+# Each rank sleeps out the time of a device that takes 120 ms for a stage: two cores do all the work within it.
+demo_ranks: demo_target
+	@OMP_NUM_THREADS=1 $(RUN) distributed_inference/example_mp_pipeline_generate.py --base_model_path $(DEMO_TARGET) \
+		--spec_head_ckpt $(DEMO_HEAD) --rank_gpus cpu --emulate_stage_ms 120 --emulate_head_ms 80 \
+		--emulate_verify_ms 30 --draft_top_k 4 --baseline --max_new_tokens 40 \
+		--prompt "What is the capital of France?" "Explain what a prime number is."
 
 # Two processes, each with whole files, in alphabetical order: sorted by their number of tests, a file with few long
 # ones would come last. OMP_NUM_THREADS keeps what they start from fighting over the cores. Then, one after the other,

@@ -78,10 +78,11 @@ class PipelinePlanner(Planner):
         super().__init__(args)
 
     def target_settings(self) -> dict[str, Any]:
-        layout = self._checked.layout
+        layout, emulation = self._checked.layout, self._checked.emulation
         split = ";".join(map(str, layout.stage_sizes))
+        device = device_name(self._checked.device, self.args.threads)
         return super().target_settings() | {
-            "device": device_name(self._checked.device, self.args.threads),
+            "device": f"EMULATED devices ({emulation.describe()}) on {device}" if emulation else device,
             "threads": self.args.threads,
             "placement": f"{layout.world_size} ranks, {self._checked.backend}, stages {split}",
             "stage_sizes": layout.stage_sizes,
@@ -96,6 +97,9 @@ class PipelinePlanner(Planner):
         planned, args, layout = super().planned(shared, *values), self.args, self._checked.layout
         decoding = {"placement": shared["placement"], "verify_lag": args.verify_lag, "verify_drafts": args.verify}
         name = f"{planned.files.name}__mp{layout.world_size}_{args.lm_head}_lag{args.verify_lag}"
+        if emulation := self._checked.emulation:
+            decoding["label"] = f"{planned.settings['label']}, emulated"
+            name += f"_{emulation.file_name}"
         planned = replace(
             planned,
             settings=dict(planned.settings) | decoding,
@@ -126,6 +130,8 @@ class DistributedEvaluation:
             raise ValueError("--baseline_rows is a baseline to compare with, --no-baseline asks for none: drop one")
         if self.args.baseline_rows and self.args.force_baseline_recompute:
             raise ValueError("--force_baseline_recompute runs a baseline, --baseline_rows has one: drop one of the two")
+        if self.args.baseline_rows and checked.emulation:
+            raise ValueError("--baseline_rows has times of a real device, --emulate_stage_ms emulates them: drop one")
         self.arguments = evaluation_arguments(self.args, checked)
         self.plan = PipelinePlanner(self.arguments, checked).plan()
 
@@ -141,6 +147,7 @@ class DistributedEvaluation:
         workers = PipelineWorker(lead, labels, keep_trace=self.args.trace is not None)
         code = evaluation.Evaluation(self.arguments, self.plan, workers).run()
         write_reports(self.args, workers.profiles, workers.traces)
+        lead.faithfulness.report()
         return code
 
     def last_words(self) -> None:
@@ -169,6 +176,7 @@ class PipelineWorker:
         self._decoder.seed = sample_seed(run.seed, sample)
         generation = self._decoder.start(sample.prompt_ids, run.max_new_tokens)
         row = sample_row(sample, generation.finish(), run.costs)
+        self._lead.faithfulness.add(self._decoder, generation)
         if run.spec_head_ckpt is not None:
             self._record(generation, sample)
         return compared(row, task, self._lead.target_executor)

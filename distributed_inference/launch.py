@@ -29,6 +29,13 @@ from decoding.sampling import Sampling
 from decoding.stage import Stage
 from distributed_inference.addresses import public_addresses
 from distributed_inference.connections import LostRank
+from distributed_inference.emulation import (
+    Emulation,
+    Faithfulness,
+    PacedDrafter,
+    add_emulation_arguments,
+    exact_sleeps,
+)
 from distributed_inference.layout import DRAFT_RANK, LM_HEAD_PLACES, Layout, parse_gpus
 from distributed_inference.remote import Pipeline, RemoteExecutor
 from distributed_inference.stages import Setup, StageServer
@@ -147,6 +154,7 @@ def add_arguments(parser: Parser, nargs: int | str = 1) -> None:
         help="print where a cycle's time goes, and write it; without FILE: profile_timing.json",
     )
     measuring.add_argument("--trace", metavar="FILE", help="write a Chrome/Perfetto trace of all ranks")
+    add_emulation_arguments(parser)
 
 
 class Checked:
@@ -174,6 +182,8 @@ class Checked:
         self.layout = Layout(sizes, args.colocate_draft, args.lm_head)
         check_world(self.layout, environment.world_size)
         self.device, self.backend = choose_device(args, environment)
+        self.emulation = Emulation.of(args, sizes)
+        self.emulation.check(self.layout, self.device)
         check_compiled(args.compile, self.target_config, None, self.device)
         self.dtype = resolve_dtype(args.dtype, self.device)
 
@@ -309,7 +319,10 @@ class Lead:
         """head: the first one of --spec_head_ckpt; the others are loaded when they are asked for."""
         self.args, self.checked, self.layout, self.target = args, checked, checked.layout, pipeline.target
         self._pipeline, self._head = pipeline, (args.spec_head_ckpt[0], head)
-        self.target_executor = RemoteExecutor(pipeline)  # of the target on the same stages, without drafts
+        self.emulation = Emulation.of(args, self.layout.stage_sizes)
+        self.faithfulness = Faithfulness(self.emulation)
+        # Of the target on the same stages, without drafts.
+        self.target_executor = RemoteExecutor(pipeline, pace=self.emulation.alone)
 
     def speculative(self, path: str, sampling: Sampling, width: int) -> Decoder:
         """A decoder with one of the heads. The head of another path is let go before this one is loaded."""
@@ -318,13 +331,20 @@ class Lead:
             self._head = path, load_head(path, self.target)
         head, lag = self._head[1], self.args.verify_lag
         return self._decoder(
-            RemoteExecutor(self._pipeline, head.config.anchors, verify_lag=lag),
-            SPDDrafter(head, self.target, self.layout.stage_sizes, self.args.use_deepest, compiled=self.args.compile),
+            RemoteExecutor(self._pipeline, head.config.anchors, verify_lag=lag, pace=self.emulation.pipeline),
+            self._drafter(head),
             sampling,
             verify_lag=lag,
             draft_top_k=width,
             verify_drafts=self.args.verify,
         )
+
+    def _drafter(self, head: SpeculationHead) -> SPDDrafter:
+        settings = head, self.target, self.layout.stage_sizes, self.args.use_deepest
+        if not self.emulation:
+            return SPDDrafter(*settings, compiled=self.args.compile)
+        seconds = self.emulation.head_seconds(head.config.num_spec_layers)
+        return PacedDrafter(seconds, *settings, compiled=self.args.compile)
 
     def alone(self, sampling: Sampling) -> Decoder:
         """A decoder of the target on the same stages, without drafts."""
@@ -431,6 +451,8 @@ class RankProcess:
         self._describe = checked.layout.describe
         check_same(facts, self._describe)
         torch.set_num_threads(args.threads)
+        if checked.emulation:
+            exact_sleeps()
         if checked.device.type == "cuda":
             torch.cuda.set_device(checked.device)
         with self._limit(2 * args.meet_timeout_sec + MEETING_SPARE, f"rank {rank} could not connect to the others"):

@@ -30,14 +30,15 @@ class Start(NamedTuple):
     root: int  # node id of the prompt's last token
     plan: CachePlan
     anchors: tuple[int, ...]  # layers whose output somebody wants
+    layer_us: int = 0  # microseconds that a layer takes at least (emulation.py)
 
     def header(self) -> list[int]:
-        return [Kind.START, self.prompt_length, self.root, *self.plan, len(self.anchors), *self.anchors]
+        return [Kind.START, self.prompt_length, self.root, *self.plan, self.layer_us, len(self.anchors), *self.anchors]
 
     @classmethod
     def parse(cls, header: Sequence[int]) -> Start:
-        _, prompt_length, root, slots, nodes, tree, width, count, *anchors = header
-        return cls(prompt_length, root, CachePlan(slots, nodes, bool(tree), width), tuple(anchors[:count]))
+        _, prompt_length, root, slots, nodes, tree, width, layer_us, count, *anchors = header
+        return cls(prompt_length, root, CachePlan(slots, nodes, bool(tree), width), tuple(anchors[:count]), layer_us)
 
 
 class Batch(NamedTuple):

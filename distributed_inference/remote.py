@@ -6,6 +6,7 @@ anchors before the next draft. In between the stages go on, so that verification
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ from torch import Tensor
 from decoding.nodes import HostCopies, NodeBoard
 from decoding.stage import Stage
 from decoding.tree import Node
+from distributed_inference.emulation import REAL, Pace, at_least, sleep_until
 from distributed_inference.layout import DRAFT_RANK
 from distributed_inference.links import Link
 from distributed_inference.messages import Batch, Kind, Start
@@ -88,14 +90,15 @@ class RemoteExecutor:
     """Runs the target's stages on other ranks, and the first one here where the layout says so.
 
     anchors: layers whose outputs are captured; (0,) for the target alone. With verify_lag 1 logits are computed beside
-    the next draft.
+    the next draft. pace: of the devices that the ranks stand for.
     """
 
-    def __init__(self, pipeline: Pipeline, anchors: Sequence[int] = (0,), *, verify_lag: int = 0):
+    def __init__(self, pipeline: Pipeline, anchors: Sequence[int] = (0,), *, verify_lag: int = 0, pace: Pace = REAL):
         self.stage_sizes, self.anchors = pipeline.setup.layout.stage_sizes, tuple(anchors)
         self.device, self.vocab_size = pipeline.target.device, pipeline.target.config.vocab_size
         self._pipeline, self._setup, self._target = pipeline, pipeline.setup, pipeline.target
         self._last = len(self.stage_sizes) - 1
+        self._pace, self._cycle_due = pace, 0.0
         self._captured_by = [self._setup.captured_by(stage, self.anchors) for stage in range(len(self.stage_sizes))]
         self._lane = _Lane(self.device) if verify_lag else None
         self._copies = HostCopies(self.device)
@@ -111,7 +114,7 @@ class RemoteExecutor:
         self._pipeline.running = self
         self._flights = deque([None] * len(self.stage_sizes), maxlen=len(self.stage_sizes))
         self._timeline, self._cycle, self._arrivals, self.fills = timeline, 0, [], []
-        start = Start(len(prompt), root, plan, self.anchors)
+        start = Start(len(prompt), root, plan, self.anchors, self._pace.layer_us)
         self._pipeline.outbox.send(start.header())
         # Without a stage here nobody needs masks.
         own_stage = self._pipeline.stage
@@ -149,6 +152,7 @@ class RemoteExecutor:
     def begin_cycle(self, position: int, entering: Sequence[Node]) -> Tensor | None:
         if self._pipeline.running is not self:
             raise RuntimeError("this generation cannot go on: another executor has begun one on the same ranks")
+        self._cycle_due = time.perf_counter() + self._pace.cycle
         message = Batch(self._cycle, position, [node.row for node in entering])
         batch = self._pipeline.board.enter(position, message.rows) if entering else None
         # The oldest flight falls out after the last stage.
@@ -159,7 +163,8 @@ class RemoteExecutor:
             return None
         h0 = hidden = self._target.embed(batch.tokens)
         if self._pipeline.stage is not None:
-            with self._timeline.span(stage_row(0)):
+            seconds = self.stage_sizes[0] * self._pace.layer_us / 1e6
+            with self._timeline.span(stage_row(0)), at_least(seconds):
                 hidden, anchors = self._pipeline.stage.run(batch, h0)
             self._own_anchors = list(anchors.values())
         self._pipeline.outbox.send(message.header(), [hidden])
@@ -182,6 +187,8 @@ class RemoteExecutor:
                 ids = tuple(flight.ids[row] for row in flight.alive)
                 completed = Completed(ids, Logits(partial(self._row_logits, output)).at(tuple(flight.alive)))
         self._cycle += 1
+        if self._pace.cycle:
+            sleep_until(self._cycle_due)
         return self._captured(self._arrivals), completed
 
     def _captured(self, arrivals: Sequence[_Arrival]) -> Iterator[Captured]:
@@ -256,7 +263,7 @@ class RemoteExecutor:
         if place == "last":
             return Logits(output.view(count, -1).__getitem__)
         if place == "draft" and self._lane is None:
-            return Logits.of_each(self._target.logits, output.view(count, -1))
+            return Logits.of_each(self._target_logits, output.view(count, -1))
         compute = partial(self._all_rows if place == "split" else self._all_nodes, output, count)
         if self._lane is not None:
             return Logits.of_all(self._lane.submit(compute, output))
@@ -265,7 +272,12 @@ class RemoteExecutor:
 
     def _all_nodes(self, output: Tensor, count: int) -> Tensor:
         """Logits [w, V] from h_L, all computed here."""
-        return self._target.logits(output.view(count, -1))
+        return self._target_logits(output.view(count, -1))
+
+    def _target_logits(self, hidden: Tensor) -> Tensor:
+        """Logits [.., V] from h_L [.., H]."""
+        with at_least(self._pace.verify):
+            return self._target.logits(hidden)
 
     def _all_rows(self, output: Tensor, count: int) -> Tensor:
         """Logits [w, V] from normed h_L and the last rank's rows: this rank's rows and the other ranks' join them."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from decoding.nodes import NodeBoard
 from decoding.stage import Stage
 from distributed_inference.connections import Route
+from distributed_inference.emulation import at_least
 from distributed_inference.layout import DRAFT_RANK, Layout
 from distributed_inference.links import Inbox, Link, Outbox, Wires
 from distributed_inference.messages import Batch, Kind, Start, header_size
@@ -75,6 +76,8 @@ class StageServer:
         self._board = NodeBoard(target.device, target.window)
         layout, hidden = setup.layout, target.config.hidden_size
         self._row = stage_row(layout.stage_of(setup.rank))
+        self._layers = layout.stage_sizes[layout.stage_of(setup.rank)]
+        self._seconds = 0.0  # that a forward takes at least
         self._is_last = setup.rank == layout.last_rank
         self._inbox = setup.inbox(Link.FORWARD, setup.rank - 1, hidden)
         self._up = setup.outbox(Link.UP, DRAFT_RANK, setup.up_payload(layout.stage_of(setup.rank), target))
@@ -107,6 +110,7 @@ class StageServer:
 
     def _prefill(self, start: Start) -> None:
         self._timeline = Timeline(self._target.device, keep_spans=True)
+        self._seconds = self._layers * start.layer_us / 1e6
         self._board.start(start.plan, start.prompt_length, start.root)
         self._stage.start(start.plan, start.root, start.anchors)
         if self._lm_head is not None:
@@ -133,7 +137,7 @@ class StageServer:
         parts: list[Tensor] = []
         if batch.rows:
             hidden = payload.view(len(batch.rows), -1)
-            with self._timeline.span(self._row):
+            with self._timeline.span(self._row), at_least(self._seconds):
                 hidden, anchors = self._stage.run(self._board.enter(batch.position, batch.rows), hidden)
             parts = list(anchors.values())
         if self._forward is not None:

@@ -201,7 +201,7 @@ def test_the_cases_cover_every_value():
 
 def test_headers_are_read_as_they_were_written():
     """Guards against fields that change places between two ranks, and buffers that are too small."""
-    start = Start(70, 3, CachePlan(200, 40, tree=True), (0, 2, 4))
+    start = Start(70, 3, CachePlan(200, 40, tree=True), (0, 2, 4), layer_us=12_000)
     batch = Batch(9, 75, [NodeRow(11, 4, 3, 75), NodeRow(12, 5, 3, 76)])
     zeros = [0] * 9  # a header arrives with zeros behind it
     assert Start.parse(start.header() + zeros) == start

@@ -172,7 +172,7 @@ def test_heads_are_loaded_in_turn(monkeypatch):
 
     monkeypatch.setattr(launch, "load_head", load)
     monkeypatch.setattr(launch, "RemoteExecutor", lambda *_, **__: None)
-    monkeypatch.setattr(launch, "SPDDrafter", lambda head, *_: head)
+    monkeypatch.setattr(launch, "SPDDrafter", lambda head, *_, **__: head)
     monkeypatch.setattr(Lead, "_decoder", lambda self, executor, drafter, sampling, **_: drafter.path)
     args = eval_mp_pipeline_dataset.build_parser().parse_args(["--spec_head_ckpt", "a", "b"])
     pipeline = argparse.Namespace(target=None)

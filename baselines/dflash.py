@@ -189,8 +189,8 @@ class Blocks(NamedTuple):
     def drawn(cls, labels: np.ndarray, most: int, random: np.random.Generator) -> Blocks:
         """At most so many anchors of each sequence, uniformly, among those that decoding can come to.
 
-        labels [N, S]: the tokens where they are supervised, -100 elsewhere. An anchor is supervised, and the token after
-        it.
+        labels [N, S]: the tokens where they are supervised, -100 elsewhere. An anchor and the token after
+        it are supervised.
         """
         sequences, anchors = [], []
         for sequence, row in enumerate(labels):

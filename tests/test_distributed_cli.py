@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import eval as evaluation
+from baselines.registry import with_defaults
 from decoding.sampling import Sampling
 from distributed_inference import eval_mp_pipeline_dataset, example_mp_pipeline_generate, launch, self_launch
 from distributed_inference.eval_mp_pipeline_dataset import DistributedEvaluation
@@ -106,7 +107,8 @@ def test_the_evaluation_combines_heads_temperatures_and_widths(files, tmp_path):
 def test_an_evaluation_has_the_defaults_of_eval():
     """Guards against figures over ranks that are of other generations than those of eval.py, by default."""
     ours = vars(eval_mp_pipeline_dataset.build_parser().parse_args(["--spec_head_ckpt", "h"]))
-    theirs = vars(evaluation.build_parser().parse_args(["--spec_head_ckpt", "h"]))
+    theirs = evaluation.build_parser().parse_args(["--spec_head_ckpt", "h"])
+    theirs = vars(with_defaults(theirs, "decoding_flags"))
     shared = (ours.keys() & theirs.keys()) - {"profile_timing"}  # off in both; a file here
     assert {"max_new_tokens", "temperature", "draft_top_k", "top_k", "top_p", "seed", "enable_thinking"} <= shared
     assert {name: ours[name] for name in shared} == {name: theirs[name] for name in shared}

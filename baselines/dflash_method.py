@@ -53,8 +53,8 @@ class DFlashLoss(DraftLoss):
             return self.nothing()
         return block_loss(self.head, self.target, **teacher, blocks=blocks, terms=self.settings["terms"])
 
-    def blocks(self, labels: Tensor, draw: int) -> Blocks:
-        random = np.random.default_rng((self.settings["seed"], draw))
+    def blocks(self, labels: Tensor, number: int) -> Blocks:
+        random = np.random.default_rng((self.settings["seed"], number))
         return Blocks.drawn(labels.cpu().numpy(), self.settings["num_anchors"], random)
 
     def nothing(self) -> TrainingLoss:

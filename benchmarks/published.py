@@ -14,7 +14,7 @@ FILE = Path(__file__).with_name("published_results.json")
 TITLES = {"eagle3": "EAGLE-3, m = {size}", "ppsd": "PPSD, n = {size}", "spd": "SPD, n = {size}, L_s = {layers}"}
 SETS = ("overall", "mt_bench", "gsm8k", "humaneval")
 
-Row = dict[str, Any]  # a line of the file, by its columns
+Figures = dict[str, Any]  # a line of the file, by its columns
 
 
 class Ranking(NamedTuple):
@@ -37,13 +37,13 @@ RANKINGS = (
 )
 
 
-def read_published() -> tuple[str, list[Row]]:
+def read_published() -> tuple[str, list[Figures]]:
     """Where the figures come from, and the figures."""
     data = json.loads(FILE.read_text(encoding="utf-8"))
     return data["source"], [dict(zip(data["columns"], row, strict=True)) for row in data["rows"]]
 
 
-def published_table(rows: Sequence[Row]) -> str:
+def published_table(rows: Sequence[Figures]) -> str:
     """Cells are theory / wall-clock."""
     lines = [
         [row["mix"], row["target"], f"{row['temperature']:g}", TITLES[row["method"]].format(**row)]
@@ -53,13 +53,13 @@ def published_table(rows: Sequence[Row]) -> str:
     return markdown_table(["training mix", "target", "T", "method", *(name.replace("_", " ") for name in SETS)], lines)
 
 
-def settings_of(rows: Sequence[Row]) -> Iterator[list[Row]]:
+def settings_of(rows: Sequence[Figures]) -> Iterator[list[Figures]]:
     """The rows of each training mix, target and temperature."""
     for _, group in groupby(rows, key=lambda row: (row["mix"], row["target"], row["temperature"])):
         yield list(group)
 
 
-def support(rows: Sequence[Row], ranking: Ranking, kind: str) -> tuple[int, int]:
+def support(rows: Sequence[Figures], ranking: Ranking, kind: str) -> tuple[int, int]:
     """In how many of the published settings with both methods the ranking holds; kind: "theory" or "wall-clock"."""
     holds = settings = 0
     for group in settings_of(rows):
@@ -73,7 +73,7 @@ def support(rows: Sequence[Row], ranking: Ranking, kind: str) -> tuple[int, int]
     return holds, settings
 
 
-def rankings_table(rows: Sequence[Row]) -> str:
+def rankings_table(rows: Sequence[Figures]) -> str:
     lines = []
     for ranking in RANKINGS:
         counts = (support(rows, ranking, kind) for kind in ("theory", "wall-clock"))

@@ -205,7 +205,7 @@ class Meter:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-class Row:
+class Prediction:
     """A plan and its predictions: in closed form, and where there are traces, by replaying them."""
 
     def __init__(self, plan: Plan, times: Times, alpha: float, traces: Sequence[Trace]):
@@ -221,11 +221,11 @@ class Row:
         return self.speedup if self.replayed_speedup is None else self.replayed_speedup
 
 
-def plan_rows(args: argparse.Namespace, times: Times, alpha: float, traces: Sequence[Trace]) -> list[Row]:
+def plan_rows(args: argparse.Namespace, times: Times, alpha: float, traces: Sequence[Trace]) -> list[Prediction]:
     """The best plan for each n that the devices and layers allow."""
     places = LM_HEAD_PLACES if args.lm_head == "auto" else (args.lm_head,)
     placements = [Placement(args.colocate_draft, place) for place in places]
-    return [Row(best_plan(times, n, placements, alpha), times, alpha, traces) for n in times.head]
+    return [Prediction(best_plan(times, n, placements, alpha), times, alpha, traces) for n in times.head]
 
 
 def most_stages(args: argparse.Namespace) -> int:
@@ -237,7 +237,7 @@ def most_stages(args: argparse.Namespace) -> int:
     return most
 
 
-def print_table(rows: Sequence[Row]) -> None:
+def print_table(rows: Sequence[Prediction]) -> None:
     replayed = rows[0].replay is not None
     heads = ["n", "devices", "stage_layers", "lm_head", "largest stage ms", "head ms", "cycle ms", "refill ms"]
     heads += ["L_acc", "speed-up"] + (["L_acc replayed", "speed-up replayed"] if replayed else [])
@@ -256,7 +256,7 @@ def layers_text(plan: Plan) -> str:
     return ";".join(map(str, plan.stage_layers))
 
 
-def plot(rows: Sequence[Row], times: Times, title: str, path: str) -> None:
+def plot(rows: Sequence[Prediction], times: Times, title: str, path: str) -> None:
     """Speed-ups over n, and what a cycle consists of. PNG, written atomically."""
     figure = Figure(figsize=(11, 4.2), layout="constrained")  # without pyplot there is no display to need
     figure.suptitle(title, fontsize=10)
@@ -341,7 +341,7 @@ def main(args: argparse.Namespace) -> None:
     print(json.dumps(summary(best, times, alpha)))
 
 
-def summary(best: Row, times: Times, alpha: float) -> dict[str, object]:
+def summary(best: Prediction, times: Times, alpha: float) -> dict[str, object]:
     """The last line: the best plan, for machines."""
     plan = best.plan
     return {

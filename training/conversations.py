@@ -588,7 +588,7 @@ def hold_out(rows: datasets.Dataset, fraction: float, seed: int) -> tuple[datase
         return rows, None
     conversation_of = [re.sub(r"#\d+$", "", example_id) for example_id in rows["example_id"]]
     files: dict[str, list[str]] = {}  # file -> its conversations, smallest hash first
-    for name in sorted(set(conversation_of), key=lambda name: (draw(name, seed), name)):
+    for name in sorted(set(conversation_of), key=lambda name: (hash_of(name, seed), name)):
         files.setdefault(name.rpartition(":")[0], []).append(name)
     held_out, seen = set(), 0
     for _, conversations in sorted(files.items()):
@@ -605,8 +605,8 @@ def hold_out(rows: datasets.Dataset, fraction: float, seed: int) -> tuple[datase
     return rows.select(np.flatnonzero(~is_val)), rows.select(np.flatnonzero(is_val))
 
 
-def draw(conversation: str, seed: int) -> bytes:
-    """A hash that stands for a random number; the folder of the file does not enter."""
+def hash_of(conversation: str, seed: int) -> bytes:
+    """A hash of a conversation, in the place of a random number. The folder of its file does not enter."""
     return hashlib.blake2b(f"{seed}:{conversation.rpartition('/')[2]}".encode(), digest_size=8).digest()
 
 

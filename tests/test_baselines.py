@@ -381,6 +381,60 @@ def test_every_weight_gets_a_gradient(method):
     assert [name for name, weight in head.named_parameters() if weight.grad is None or not weight.grad.any()] == []
 
 
+LAYER = [
+    f"spec_layers.0.self_attn.{name}.weight" for name in ("k_norm", "k_proj", "o_proj", "q_norm", "q_proj", "v_proj")
+]
+LAYER += [f"spec_layers.0.mlp.{name}_proj.weight" for name in ("down", "gate", "up")]
+LAYER += ["spec_layers.0.post_attention_layernorm.weight"]
+NORM = "spec_layers.0.input_layernorm"
+SHARED = {"hidden_size": 32, "vocab_size": 61, "draft_vocab_size": 61, "trained_with_use_deepest": False}
+SHARED |= {"spec_intermediate_size_fallback": 48, "base_model_path": "", "model_type": "llama", "num_spec_layers": 1}
+STORED = {  # what files of each method have held from the start: the configuration, and the names of the weights
+    "eagle3": (
+        SHARED | {"version": "eagle3", "num_stages": 1, "aggr_feature_bound": [0, 1, 2], "num_aggr_types": 3},
+        ["fc.weight", "lm_head.weight", f"{NORM}.embedding.weight", f"{NORM}.feature.weight", *LAYER],
+    ),
+    "ppsd": (
+        SHARED
+        | {"version": "ppsd", "num_stages": 3, "stage_layers": [1, 2, 1], "aggr_feature_bound": [0, 1]}
+        | {"num_aggr_types": 2},
+        ["lm_head.weight", f"{NORM}.weight", *LAYER],
+    ),
+    "dflash": (
+        SHARED
+        | {"version": "dflash", "num_stages": 1, "aggr_feature_bound": [0, 3], "num_aggr_types": 2, "block_size": 4}
+        | {"mask_token_id": 3, "learned_mask": True, "train_lm_head": True},
+        [
+            "context_norm.weight",
+            "context_proj.weight",
+            "lm_head.weight",
+            "mask",
+            "norm.weight",
+            f"{NORM}.weight",
+            *LAYER,
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("method", STORED)
+def test_files_hold_what_they_always_did(method, tmp_path):
+    """Guards checkpoints that exist: entries and weights keep their names, and an old file gives the same drafter."""
+    target, (stored, names) = tiny_target("llama"), STORED[method]
+    heads = {
+        "eagle3": tiny_eagle3,
+        "ppsd": partial(tiny_ppsd, sizes=(1, 2, 1)),
+        "dflash": partial(tiny_dflash, taps=1, layers=1, learned_mask=True, train_lm_head=True),
+    }
+    head = heads[method](target)
+    save_head(head, tmp_path / "head.pt")
+    written = torch.load(tmp_path / "head.pt", weights_only=True)
+    assert written["config"] == stored
+    assert sorted(written["state_dict"]) == sorted(names)
+    torch.save({"config": stored, "state_dict": written["state_dict"]}, tmp_path / "old.pt")
+    assert METHODS[method].config_class.load_head(tmp_path / "old.pt", target).config == head.config
+
+
 @pytest.mark.parametrize(
     ("method", "more", "complaint"),
     [

@@ -1,8 +1,8 @@
-# make demo    fetch a small target, compare speculative pipeline decoding with plain generation, write demo.html
-# make demo_ranks    the target alone on one emulated device, then the pipeline on seven: real text, real messages
-# make test    run the tests (CPU, no downloads)
-# make lint    check style and formatting
-# make clean   remove .venv, caches and demo.html; checkpoints and results stay
+# make demo         fetch a small target, compare speculative pipeline decoding with plain generation, write demo.html
+# make demo_ranks   the target alone on one emulated device, then the pipeline on seven: real text and messages
+# make test         run the tests (CPU, no downloads)
+# make lint         check style and formatting
+# make clean        remove .venv, caches and demo.html; checkpoints and results stay
 #
 # Each makes .venv and installs requirements.txt if needed. PYTHON is the interpreter: make test PYTHON=python3.12
 

@@ -295,7 +295,7 @@ class Drafter(Protocol):
 
 
 class SPDDrafter:
-    """The speculation head at work (METHOD section 5): one forward a cycle, over all in-flight nodes at once.
+    """The speculation head at work (method.md section 5): one forward a cycle, over all in-flight nodes at once.
 
     The head's cache keeps one row a token for good, with the deepest type. Every other row is fed anew each cycle,
     with the type of its distance x to the newest position: f(min(n, x)). In flight and with a full pipeline that is

@@ -14,6 +14,8 @@ Symbols, here and everywhere else in the repository:
     W  draft-tree width        w  nodes of one position, at most W                   T  tokens before this one
     h_0  embedding output      h_i  output of decoder layer i, BEFORE the final norm
 
+Comments cite the sections of docs/method.md, which has the mathematics.
+
 The staircase, for n = 4 and a full pipeline, one column a token (10 is the newest, * has completed):
 
     position        1  2  3  4  5  6   7   8   9   10
@@ -172,8 +174,8 @@ def staircase_plan(
 ) -> dict[int, tuple[int, ...]]:
     """The types whose rows a g_0 row depends on, directly or through other rows, each with its `key_types`.
 
-    METHOD section 4 counts the fill from each query. In decoding it counts from the newest token: behind a row at depth
-    d only F - d tokens are still in flight. `exact_fill` trains on that; the two differ for 1 < F < n.
+    method.md section 4 counts the fill from each query. In decoding it counts from the newest token: before a row at
+    depth d only F - d tokens are still in flight. `exact_fill` trains on that; the two differ for 1 < F < n.
     """
     types, depths = depth_types(anchors, stage_sizes), representative_depths(anchors, stage_sizes)
     fill = len(stage_sizes) if fill is None else integer("fill", fill, 1, len(stage_sizes))
@@ -369,7 +371,7 @@ class DraftConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadConfig(DraftConfig):
-    """The `config` entry of a speculation head's checkpoint (METHOD section 8: versions 10, 11 and 12).
+    """The `config` entry of a speculation head's checkpoint (method.md section 8: versions 10, 11 and 12).
 
     `num_stages` is the largest n when the head was trained for several.
     """
@@ -1249,7 +1251,7 @@ class SpeculationHead(DraftHead):
 
 
 class HeadV10(SpeculationHead):
-    """Version 10 (METHOD section 8): a type a depth, and only g_0 moves through the layers.
+    """Version 10 (method.md section 8): a type a depth, and only g_0 moves through the layers.
 
     g_i, i = 1 .. n, is a projection of the hidden states that `shallow_hidden_layer_indices` lists for it; in layer l
     its row is P_{l,i} g_i, a key and a value and never a query. g_0 = g0_proj(h_0) is the query, and at distance 0 its

@@ -1,6 +1,6 @@
 """DFlash (arXiv 2602.06036): B - 1 tokens drafted in one forward, then verified in one pass of the target.
 
-METHOD section 10 has the definitions. c_t is a projection of C hidden states ("taps") of token t, so it exists for
+method.md section 10 has the definitions. c_t is a projection of C hidden states ("taps") of token t, so it exists for
 tokens that the target has run. A block stands at an anchor a, the newest known token: its slot 0 is that token's
 embedding, its other slots are all the embedding of a mask token, and each drafts its own position:
 
@@ -254,7 +254,7 @@ def _attend(
 
 @dataclass(frozen=True)
 class BlockTerms:
-    """What blocks are trained for (METHOD section 10.4)."""
+    """What blocks are trained for (method.md section 10.4)."""
 
     loss: str = "kl"  # one of LOSSES; "ce": cross-entropy with the text's own tokens, for text that the target wrote
     weights: str = "decay"  # one of WEIGHTS: by place, or by what a slot adds to the expected length
@@ -389,7 +389,7 @@ def accepted_slots(
 ) -> Tensor:
     """How many slots of each block a greedy target would accept, [A]: those before the first that disagrees.
 
-    1 + their mean is AL_sim of METHOD section 10.4, the tokens per round, on text that the target wrote greedily.
+    1 + their mean is AL_sim of method.md section 10.4, the tokens per round, on text that the target wrote greedily.
     """
     size = head.config.block_size
     counted = blocks.counted(labels.cpu().numpy(), size)

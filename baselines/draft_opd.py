@@ -1,4 +1,4 @@
-"""Draft-OPD (arXiv 2605.29343) for DFlash: the drafter learns where its own decoding has put it (METHOD section 11.8).
+"""Draft-OPD (arXiv 2605.29343) for DFlash: training where the drafter's own decoding is (method.md section 11.8).
 
 The drafter decodes a prompt, and each round leaves an anchor, its drafts, and the target's states of the rows that were
 verified. The final text is then read once more by the target, and the blocks stand at the logged anchors:

@@ -1,6 +1,6 @@
 """EAGLE-3 (arXiv 2503.01840), the chain: m tokens drafted in a row, then verified in one pass of the target.
 
-METHOD section 9 has the definitions. f_t is a projection of three hidden states of token t, e_t its embedding. Row t
+method.md section 9 has the definitions. f_t is a projection of three hidden states of token t, e_t its embedding. Row t
 pairs f_t with e_{t+1} and predicts token t+2; the drafts after it have no f yet and feed on the drafter's own output:
 
     position          5     6     7     8     9          7 is the newest token, and not yet in the target
@@ -202,7 +202,7 @@ def unrolled_loss(
 ) -> TrainingLoss:
     """Sum over the steps i of decay^i times the distillation loss of its rows; arguments as `training_loss`.
 
-    The soft cross-entropy of METHOD less the teacher's entropy, which has no gradient. The counts are those of step 0:
+    The soft cross-entropy of method.md less the teacher's entropy, which has no gradient. Counts are those of step 0:
     `total / counted` divides every step by the same number, so that all tokens of a step weigh alike.
     """
     supervised = (labels >= 0) & attention_mask.bool()

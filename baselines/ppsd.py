@@ -1,4 +1,4 @@
-"""PPSD (arXiv 2509.19368): a drafter after the first pipeline stage, our re-implementation (METHOD section 9).
+"""PPSD (arXiv 2509.19368): a drafter after the first pipeline stage, our re-implementation (method.md section 9).
 
 The pipeline and its flush rules are SPD's. The drafter is L_s layers, the target's final norm and an own lm_head on the
 output of stage 0 for the newest token, with its own causal KV cache:

@@ -1,6 +1,6 @@
 """Training throughput: the training forward of pipeline_model.py beside the plain form of the same mathematics.
 
-The plain form is what METHOD section 4 says, written down directly: all m*S rows through every layer under a dense
+The plain form is what method.md section 4 says, written down directly: all m*S rows through every layer under a dense
 (m*S)^2 mask, teacher and draft logits at every position, softmax over them, then the supervised ones are picked. Both
 run whole steps (teacher pass, forward, backward) on the same batch, in turns, in one process. "cached" is this code in
 an epoch after the first, with the teacher pass read from `--feature_cache`.

@@ -1,4 +1,4 @@
-"""How well a method decodes (METHOD section 7): pure functions of counts, which everybody who reports them calls.
+"""How well a method decodes (method.md section 7): pure functions of counts, which everybody who reports them calls.
 
 Counts are numbers or arrays of them; who divides by a count of 0 has asked for it.
 

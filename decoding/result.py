@@ -25,7 +25,7 @@ class TokenEvent(NamedTuple):
 
 @dataclass
 class GenerationResult:
-    """What one generation did. The metrics are METHOD section 7's."""
+    """What one generation did. The metrics are method.md section 7's."""
 
     stage_sizes: tuple[int, ...]
     tokens: list[int] = field(default_factory=list)  # new tokens, the prefill's included

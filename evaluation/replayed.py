@@ -1,4 +1,4 @@
-"""What decoding would accept, without decoding: a head's drafts on text that the target wrote (METHOD section 11).
+"""What decoding would accept, without decoding: a head's drafts on text that the target wrote (method.md section 11).
 
 Decoding is lossless, so the text of a prompt does not depend on the head; and given the text, every draft that decoding
 verifies follows, one after the other, from what the head drafts at each place and with each number of tokens in flight.

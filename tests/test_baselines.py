@@ -44,7 +44,7 @@ from training.run_state import list_checkpoints, read_log
 CPU = torch.device("cpu")
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Closed forms (METHOD section 7)
+# Closed forms (method.md section 7)
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -115,14 +115,14 @@ def test_closed_forms_against_simulated_drafters(alpha, num_stages, chain):
 
 
 def test_published_examples_of_the_closed_form():
-    """Guards the numbers that METHOD section 7 states."""
+    """Guards the numbers that method.md section 7 states."""
     for num_stages, length in ((4, 2.50), (8, 10 / 3), (16, 4.00)):
         assert iid_accept_length(0.8, num_stages) == pytest.approx(length)
     assert iid_chain_length(0.5, 2) == 1.75
 
 
 def test_comparable_speedups():
-    """Guards the formulas of METHOD section 7 that put methods side by side, and the devices that each takes for them.
+    """Guards the formulas of method.md section 7 that put methods side by side, and the devices that each takes.
 
     L = 30, 70 tokens in 50 cycles.
     """

@@ -1,4 +1,4 @@
-"""DFlash: blocks are trained as they are drafted, output is the target's own, and both are METHOD section 10."""
+"""DFlash: blocks are trained as they are drafted, output is the target's own, and both are method.md section 10."""
 
 import itertools
 import math
@@ -66,7 +66,7 @@ def blocks_at(*places):
 
 
 def reference_block(head, target, tokens, anchor, size):
-    """METHOD section 10.2 as plain loops over one block: the rows of its slots before the drafter's norm, [B, H]."""
+    """method.md section 10.2 as plain loops over one block: the rows of its slots before the drafter's norm, [B, H]."""
     states = layer_outputs(target.model, tokens)
     taps = head.config.anchors[1:]
     context = [head.context_norm(head.context_proj(torch.cat([states[b][t] for b in taps]))) for t in range(anchor)]
@@ -103,7 +103,7 @@ def reference_block(head, target, tokens, anchor, size):
 
 @pytest.mark.parametrize(("family", "learned_mask"), [("llama", False), ("qwen3", True), ("qwen3_5", False)])
 def test_packed_blocks_are_the_method(family, learned_mask):
-    """Guards another reading of METHOD than its own: taps, norms of context rows, positions, what a slot sees."""
+    """Guards another reading of method.md than its own: taps, norms of context rows, positions, what a slot sees."""
     target = deep_target(family)
     head = drafter_for(target, learned_mask=learned_mask)
     texts = [random_prompt(11, seed=1), random_prompt(11, seed=2)]
@@ -201,7 +201,7 @@ def test_slots_see_the_slots_behind_them(monkeypatch):
 
 
 def test_layers_that_are_read():
-    """Guards the taps by METHOD's own numbers, halves rounded to even; and names a target that has too few layers."""
+    """Guards the taps by method.md's numbers, halves rounded to even; and names a target that has too few layers."""
     for num_layers, ids in ((36, [1, 9, 17, 25, 33]), (24, [1, 6, 11, 16, 21]), (30, [1, 8, 14, 20, 27])):
         assert tap_layers(num_layers, 5) == tuple(layer + 1 for layer in ids)
     assert dflash_anchors(30, 5) == (0, 2, 9, 15, 21, 28)
@@ -336,7 +336,7 @@ def test_losses_of_blocks_and_their_gradients(kind):
 
 
 def test_weights_of_slots():
-    """Guards decay by METHOD's numbers, and D-PACE by the double sum that defines it."""
+    """Guards decay by method.md's numbers, and D-PACE by the double sum that defines it."""
     assert decay_weights(8, default_gamma(8))[:3].tolist() == pytest.approx([1.0, 0.7788, 0.6065], abs=1e-4)
     assert [default_gamma(size) for size in (4, 8, 10, 16, 20)] == [4, 4, 5, 7, 7]
     generator = torch.Generator().manual_seed(0)
@@ -394,7 +394,7 @@ def test_gradients_reach_the_drafter_alone(train_lm_head, learned_mask):
 
 
 def test_number_of_trained_weights():
-    """Guards METHOD's count for the demo target, by formula: what is trained is what is stored."""
+    """Guards method.md's count for the demo target, by formula: what is trained is what is stored."""
     width, kv, mlp = 576, 192, 1536
     layer = 2 * width * width + 2 * kv * width + 3 * mlp * width + 2 * width + 2 * 64
     for layers, count in ((1, 5_200_256), (2, 8_740_480), (5, 19_361_152)):
@@ -528,7 +528,7 @@ def test_memories_after_every_round():
 
 def test_an_overfitted_text_is_decoded_in_whole_blocks():
     """Guards training against decoding as a whole: any difference between them, which each alone would not show, costs
-    accepted drafts of a text that the drafter knows by heart. METHOD asks for .9 B tokens a round."""
+    accepted drafts of a text that the drafter knows by heart. The aim is .9 B tokens per round."""
     target, prompt = deep_target(), random_prompt(8)
     head = drafter_for(target).config.new_head(target)
     text = prompt + hf_greedy(target.model, prompt, 33)

@@ -191,7 +191,7 @@ def test_cited_sections_exist():
         file.read_text() for file in ROOT.rglob("*.py") if ".venv" not in file.parts and file != Path(__file__)
     )
     cited = set()
-    for places in re.findall(r"(?:method\.md|METHOD),?\s+sections? ((?:[\d.]+(?:,? and |, )?)+)", code):
+    for places in re.findall(r"method\.md\s+sections? ((?:[\d.]+(?:,? and |, )?)+)", code):
         cited.update(place.strip(".") for place in re.findall(r"[\d.]+", places))
     assert cited
     assert cited <= sections

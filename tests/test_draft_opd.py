@@ -1,4 +1,4 @@
-"""Draft-OPD for DFlash: what decoding logs is what the text gives, and both streams are METHOD section 11.8."""
+"""Draft-OPD for DFlash: what decoding logs is what the text gives, and both streams are method.md section 11.8."""
 
 import numpy as np
 import pytest

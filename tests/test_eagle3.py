@@ -1,4 +1,4 @@
-"""EAGLE-3: the chain is lossless, its steps are those of training, and both are METHOD section 9."""
+"""EAGLE-3: the chain is lossless, its steps are those of training, and both are method.md section 9."""
 
 import random
 
@@ -112,7 +112,7 @@ def test_impossible_chains_are_refused():
 
 
 def reference_rows(head, target, tokens, steps):
-    """METHOD section 9 as plain loops over one sequence: [step][row] the drafter's output before the norm, by row."""
+    """method.md section 9 as plain loops over one sequence: [step][row] the drafter's output before the norm."""
     (layer,), num_layers = head.spec_layers, target.num_layers
     states = layer_outputs(target.model, tokens)
     fused = [
@@ -151,7 +151,7 @@ def reference_rows(head, target, tokens, steps):
 
 @pytest.mark.parametrize(("family", "layers"), [("llama", 8), ("qwen3", 4), ("qwen3_5", 4)])
 def test_unrolled_forward_is_the_method(family, layers):
-    """Guards another reading of METHOD than its own: taps, shifts, what a step sees, rotary positions, the residual."""
+    """Guards another reading of method.md than its own: taps, shifts, what a step sees, positions, the residual."""
     target = tiny_target(family, layers=layers) if family != "qwen3_5" else tiny_target(family)
     head, tokens = tiny_eagle3(target), random_prompt(9)
     expected = reference_rows(head, target, tokens, 4)

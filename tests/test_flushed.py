@@ -1,4 +1,4 @@
-"""Flushed drafts (METHOD section 11.4) against the decode loop, which makes them, and against plain loops."""
+"""Flushed drafts (method.md section 11.4) against the decode loop, which makes them, and against plain loops."""
 
 from __future__ import annotations
 

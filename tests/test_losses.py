@@ -1,4 +1,4 @@
-"""Losses of a draft (METHOD 11.4): acceptance, the mixture `lk`, weights, against finite differences and plain sums."""
+"""Losses of drafts (method.md section 11.4): acceptance, the mixture `lk`, weights; gradients by finite differences."""
 
 from types import SimpleNamespace
 

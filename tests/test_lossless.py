@@ -206,7 +206,7 @@ def simulate(right, num_stages, lag):
 
 
 def test_the_simulation_against_the_stated_costs():
-    """Guards against a simulation that shares a fault with the loop: costs of METHOD and DESIGN, token by token."""
+    """Guards against a simulation that shares a fault with the loop: the costs in method.md, token by token."""
     for num_stages, lag in itertools.product([1, 2, 3, 5], [0, 1]):
         for right in itertools.product([True, False], repeat=5):
             alone = num_stages + lag

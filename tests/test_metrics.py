@@ -336,7 +336,7 @@ def test_without_a_baseline_there_are_no_speed_ups():
 
 @pytest.mark.parametrize(("stages", "expected"), [(4, 2.5), (8, 10 / 3), (16, 4.0)])
 def test_iid_accept_length(stages, expected):
-    """Guards against a cost of a rejection other than n cycles (METHOD section 7 has these numbers)."""
+    """Guards against a cost of a rejection other than n cycles (method.md section 7 has these numbers)."""
     assert iid_accept_length(0.8, stages) == pytest.approx(expected)
     assert iid_accept_length(1, stages) == stages
     assert iid_accept_length(0, stages) == 1

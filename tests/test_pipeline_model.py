@@ -337,7 +337,7 @@ def test_model_type_of_the_whole_and_of_the_text_part_are_the_same():
 
 
 def expected_weights(spec_layers, anchors, draft_vocab, gated):
-    """METHOD section 8, for H = 32, 4 heads of 8, 2 key heads, MLP 48."""
+    """method.md section 8, for H = 32, 4 heads of 8, 2 key heads, MLP 48."""
     shapes = {f"aggr_projs.{k}.weight": (32, (k + 1) * 32) for k in range(len(anchors))}
     shapes["lm_head.weight"] = (draft_vocab, 32)
     layer = {

@@ -189,7 +189,7 @@ def test_prediction_within_a_tenth_of_real_processes(message, depths, stage, dra
 
 
 def test_closed_form_of_the_accept_length():
-    """Guards L_acc = factor / (1 + (n-1)(1 - alpha)): the values of METHOD section 7, and L / max for uneven stages."""
+    """Guards L_acc = factor / (1 + (n-1)(1 - alpha)): the values of method.md section 7, and uneven stages."""
     for n, expected in ((4, 2.5), (8, 10 / 3), (16, 4.0)):
         plan = predict(times_of([1.0] * 32), split_layers(32, n), Placement())
         assert plan.accept_length(0.8) == pytest.approx(expected)

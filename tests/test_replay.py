@@ -1,4 +1,4 @@
-"""Replay of decoding (METHOD section 11): traces, packed rows and flags, against the decode loop and plain loops."""
+"""Replay of decoding (method.md section 11): traces, packed rows and flags, against the decode loop and plain loops."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_packed_rows_are_those_of_decoding(name, spec_layers, version):
 
 
 def test_the_staircase_is_not_what_decoding_computes():
-    """METHOD 11.3: with two layers and types that depths share, section 4's rows differ from decoding's."""
+    """method.md section 11.3: with two layers and types that depths share, section 4's rows differ from decoding's."""
     sizes, anchors = SPLITS["n = 6"], (0, 1, 3, 5, 6)
     target = tiny_target("llama", layers=LAYERS)
     head = tiny_head(target, sizes, aggr_feature_bound=anchors)

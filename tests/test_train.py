@@ -469,8 +469,8 @@ def test_data_order_covers_epochs_in_any_grouping():
 
 
 def test_fill_draws():
-    """Guards METHOD section 4: half of the micro-batches full, the others uniform in 1 .. n-1, n uniform; and without
-    use_deepest always full."""
+    """Guards method.md section 4: half of the micro-batches full, the others uniform in 1 .. n-1, n uniform; always
+    full without use_deepest."""
     draws = [draw_fill((2, 6), True, None, 1, index) for index in range(4000)]
     six = [fill for n, fill in draws if n == 6]
     assert len(six) / len(draws) == pytest.approx(0.5, abs=0.04)

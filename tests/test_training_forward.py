@@ -1,4 +1,4 @@
-"""The training forward against METHOD section 4 written down as plain loops, and against reference numbers."""
+"""The training forward against method.md section 4 written down as plain loops, and against reference numbers."""
 
 import json
 from pathlib import Path

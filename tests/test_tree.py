@@ -40,7 +40,7 @@ def reference(family, layers=4, count=24, seed=0):
 
 @torch.no_grad()
 def plain_draft_logits(target, head, sizes, tokens, completed, use_deepest):
-    """METHOD section 5 without any cache: draft logits behind the last of `tokens`, [V_d].
+    """method.md section 5 without any cache: draft logits behind the last of `tokens`, [V_d].
 
     One row a token, all computed from scratch: a token at distance x behind the newest has the type of depth
     min(n, x); with `use_deepest` the first `completed` tokens, which had left the last stage before this cycle, have

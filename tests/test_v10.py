@@ -1,4 +1,4 @@
-"""Version 10 heads: the training forward, decoding and checkpoints against METHOD section 8 written as plain loops."""
+"""Version 10 heads: the training forward, decoding and checkpoints against method.md section 8 as plain loops."""
 
 import copy
 

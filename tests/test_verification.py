@@ -207,7 +207,7 @@ def test_tree_rule_draws_from_the_target(monkeypatch):
 
 
 def test_ratio_test_is_wrong_for_a_chosen_candidate():
-    """Guards against the ratio test on tree nodes: the counterexample of METHOD section 5, and the rule that is right.
+    """Guards against the ratio test on tree nodes: the counterexample of method.md section 5, and the right rule.
 
     p = (.5, .3, .2), q = (.7, .2, .1), candidate 0 because it is q's argmax: the ratio test gives (.714, .143, .143).
     """

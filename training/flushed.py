@@ -1,4 +1,4 @@
-"""Drafts that decoding throws away: those behind a rejected one (METHOD section 11.4, `flushed`).
+"""Drafts that decoding throws away: those behind a rejected one (method.md section 11.4, `flushed`).
 
 That a draft is wrong is known n cycles after it was made. Meanwhile the pipeline has drafted n - 1 times more, each
 time from the branch that began with it:

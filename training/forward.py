@@ -1,4 +1,4 @@
-"""The training forward: the staircase of rows and attention over it (METHOD section 4).
+"""The training forward: the staircase of rows and attention over it (method.md section 4).
 
 The plain form runs m blocks of S rows through every layer under a dense (m*S)^2 mask. The same mathematics with less:
 rows that no g_0 row depends on are not computed; a query sees the deepest block but for a band of a few distances at

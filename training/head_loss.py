@@ -1,8 +1,8 @@
 """The training forward as a module: what a step's micro-batches compute, and what a trainer asks of it besides.
 
 DraftLoss    what every drafter's training has: a baseline's is a subclass
-HeadLoss     METHOD section 4: the staircase, one pipeline depth and fill per micro-batch
-ReplayLoss   METHOD section 11: every draft that decoding verifies, each at its own fill
+HeadLoss     method.md section 4: the staircase, one pipeline depth and fill per micro-batch
+ReplayLoss   method.md section 11: every draft that decoding verifies, each at its own fill
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def in_words(traces: Sequence[Mapping[str, Any]]) -> str:
 
 @dataclass
 class EarlyStopping:
-    """Ends a run whose held-out acceptance has not risen for `patience` validations (METHOD section 11.5).
+    """Ends a run whose held-out acceptance has not risen for `patience` validations (method.md section 11.5).
 
     All processes hold the same numbers, so they agree without a word. The best head is a file in the run's folder, and
     in each of its checkpoints as it was then.

@@ -1,4 +1,4 @@
-"""Distillation of the target into a head without ever holding all positions' logits (METHOD sections 4 and 11.4)."""
+"""Distillation of the target into a head without ever holding all positions' logits (method.md sections 4 and 11.4)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TrainingLoss(NamedTuple):
 
 
 class LossTerms(NamedTuple):
-    """What a draft is trained for (METHOD sections 4 and 11.4)."""
+    """What a draft is trained for (method.md sections 4 and 11.4)."""
 
     # "kl", "tv": 1 - acceptance, "lk": between the two, the less KL the more is accepted already; of blocks also "ce":
     # cross-entropy with given tokens, "reverse_kl": KL(draft || teacher)

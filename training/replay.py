@@ -1,4 +1,4 @@
-"""Exact replay of decoding: a head trained where its own decoding puts it (METHOD section 11).
+"""Exact replay of decoding: a head trained where its own decoding puts it (method.md section 11).
 
 A draft event (t, F) is a draft that decoding verifies: token t is the newest, F tokens are in flight, t among them.
 Given a text and, for each of its tokens, whether the draft of it was accepted, all events follow (`fills_of`), and the
@@ -351,7 +351,7 @@ def acceptance_given(p: Tensor, q: Tensor, tokens: Tensor) -> Tensor:
 
 
 class RunValues(NamedTuple):
-    """Expected tokens of a run, and what each fill contributes (METHOD section 11.1)."""
+    """Expected tokens of a run, and what each fill contributes (method.md section 11.1)."""
 
     tokens: float  # E[V], verified tokens per run
     visits: np.ndarray  # [n] N_F, events with F tokens in flight per run

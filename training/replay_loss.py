@@ -28,7 +28,7 @@ MOST_ALPHA = 0.99  # of an acceptance whose runs are to have a finite length
 
 @dataclass(frozen=True)
 class ReplaySettings:
-    """How the flags of a text come about, and what its events weigh (METHOD sections 11.2 and 11.4)."""
+    """How the flags of a text come about, and what its events weigh (method.md sections 11.2 and 11.4)."""
 
     trace: str = "replay"  # "replay": of the head as it is; "bernoulli": drawn; "full": a full pipeline
     repeats: int = 1  # of the replay; after k the first k events of an answer are exact

@@ -82,9 +82,9 @@ def draw_fill(
 ) -> tuple[int, int]:
     """Pipeline depth n and fill F of a micro-batch, numbered from the start of the run.
 
-    n is uniform. Without `alpha` half of the micro-batches have F = n, the others F uniform in 1 .. n-1 (METHOD section
-    4). With it F has weight alpha^(F-1), and F = n that of all that would follow: a draft made with F tokens in flight
-    is verified only if the F-1 before it were accepted, so these are the fills whose drafts decide the acceptance.
+    n is uniform. Without `alpha` half of the micro-batches have F = n, the others F uniform in 1 .. n-1 (method.md
+    section 4). With it F has weight alpha^(F-1), and F = n that of all that would follow: a draft made with F tokens in
+    flight is verified only if the F-1 before it were accepted: these are the fills whose drafts decide the acceptance.
     """
     random = np.random.default_rng((seed, 1, micro_batch))
     depth = int(random.choice(num_stages))

@@ -164,12 +164,12 @@ class Emulation:
 
     @property
     def file_name(self) -> str:
-        """In the names of files: `emulated60`, `emulated60-24-10` with all three times."""
-        times = [self.stage_ms, *([] if self.head_ms is None else [self.head_ms]), *filter(None, [self.verify_ms])]
-        return "emulated" + "-".join(f"{value:g}" for value in times)
+        """In the names of files: `emulated60-24-10`; `emulated60-layers-0` where only the first time is given."""
+        head = "layers" if self.head_ms is None else f"{self.head_ms:g}"
+        return f"emulated{self.stage_ms:g}-{head}-{self.verify_ms:g}"
 
     def describe(self) -> str:
-        """As tables and the page have it."""
+        """The three times, for tables and the page."""
         head = "head by its layers" if self.head_ms is None else f"head {self.head_ms:g} ms"
         verify = f"verification {self.verify_ms:g} ms" if self.verify_ms else "verification as long as it takes"
         return f"stage {self.stage_ms:g} ms, {head}, {verify}"
@@ -214,10 +214,7 @@ class Faithfulness:
         if not self.emulation:
             return
         late, times = sum(self.late.values()), self.emulation.describe()
-        print(
-            f"\n[emulated] {times}: {late} of {self.forwards} forwards took over 5% longer",
-            flush=True,
-        )
+        print(f"\n[emulated] {times}: {late} of {self.forwards} forwards took over 5% longer", flush=True)
         if late > MOST_LATE * self.forwards:
             which = ", ".join(f"{name} {count}" for name, count in sorted(self.late.items()))
             print(

@@ -129,6 +129,7 @@ def test_times_of_the_parts():
     assert emulation.alone == (0, pytest.approx(0.04), 0.0)  # three cycles a token
     given = Emulation((2, 1, 3), 60, head_ms=7, verify_ms=5)
     assert (given.head_seconds(2), given.pipeline.verify, given.alone.verify) == (0.007, 0.005, 0.005)
+    assert (emulation.file_name, given.file_name) == ("emulated60-layers-0", "emulated60-7-5")
     assert not Emulation((2, 1, 3), 0)
     assert Emulation((2, 1, 3), 0).pipeline == Emulation((2, 1, 3), 0).alone == Pace()
 

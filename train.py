@@ -42,7 +42,6 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from decoding.sampling import Sampling
 from loading.chat_template import add_template_flags, check_template_flags, use_template
 from loading.checkpoint_files import CHECKPOINT_NAME, read_payload
 from loading.head_values import parse_shallow_layers, parse_stage_layers
@@ -85,11 +84,11 @@ from script_utils import (
 from training.conversations import OVERFLOW_POLICIES, ConversationData, PadCollator, load_conversations
 from training.feature_cache import FeatureCache, open_caches
 from training.forward import teacher_features
-from training.head_loss import DraftLoss, HeadLoss, ReplayLoss
+from training.head_loss import DraftLoss, HeadLoss, HeadReplayLoss
 from training.held_out import BEST_NAME, EarlyStopping, HeldOutTraces, copy_best, in_words, keep_best
 from training.loss import LOSS_KINDS, LossTerms, TrainingLoss
 from training.optimizers import SCHEDULES, build_optimizers, lr_factor, scale_lr
-from training.replay_loss import TRACES, ReplaySettings
+from training.replay_loss import ROWS, TRACES, Replay, ReplaySettings, check_replay_flags
 from training.run_state import (
     LOG_NAME,
     DataOrder,
@@ -234,7 +233,7 @@ def add_replay_flags(parser: Parser) -> None:
     rows.add_argument(
         "--rows",
         default="staircase",
-        choices=["staircase", "replay"],
+        choices=ROWS,
         help="staircase: the paper's training; replay: every draft that decoding verifies, at its own fill",
     )
     rows.add_argument("--trace", choices=TRACES, help="replay: which drafts count as accepted; default: replay")
@@ -388,15 +387,12 @@ def check_head_flags(args: argparse.Namespace) -> None:
         raise ValueError(f"--{other_version} does not belong to --version {args.version}: leave one of them out")
     if args.fill_alpha is not None and not args.trained_with_use_deepest:
         raise ValueError("--fill_alpha needs --trained_with_use_deepest: without it the pipeline is always full")
-    check_replay_flags(args)
+    check_rows_flags(args)
 
 
-def check_replay_flags(args: argparse.Namespace) -> None:
+def check_rows_flags(args: argparse.Namespace) -> None:
     """ValueError for flags of rows and loss that contradict others."""
-    replay = ("trace", "trace_temperature", "reject_weight", "value_weight", "flushed")
-    given = [name for name in replay if getattr(args, name) is not None]
-    if args.rows != "replay" and given:
-        raise ValueError(f"--{given[0]} belongs to --rows replay: add it, or leave --{given[0]} out")
+    check_replay_flags(args)
     if args.rows == "replay" and not args.trained_with_use_deepest:
         raise ValueError("--rows replay needs --trained_with_use_deepest: without it every draft sees a full pipeline")
     if args.rows == "replay" and args.fill_alpha is not None:
@@ -1084,7 +1080,7 @@ def main(args: argparse.Namespace) -> int:
     config = head_config(args, config_of_target)
     start_all_processes()
 
-    def make_loss(target: Target) -> HeadLoss:
+    def make_loss(target: Target) -> DraftLoss:
         identity = "identity" in (args.head_init or "")
         layers = config.spec_init_from_base_layers
         head = new_head(config, target, layers, args.seed, identity_projections=identity)
@@ -1095,21 +1091,13 @@ def main(args: argparse.Namespace) -> int:
     return run_training(args, config_of_target, make_loss)
 
 
-def head_loss(args: argparse.Namespace, head: SpeculationHead, target: Target) -> HeadLoss:
+def head_loss(args: argparse.Namespace, head: SpeculationHead, target: Target) -> DraftLoss:
     """The training forward that the flags of rows and loss ask for."""
     terms = LossTerms(args.loss, args.temperature, 3.0 if args.loss_eta is None else args.loss_eta)
     if args.rows == "staircase":
         attention = "flex_attention" if args.attn_implementation == "flex_attention" else "sdpa"
         return HeadLoss(head, target, terms=terms, exact_fill=args.fill_alpha is not None, attention=attention)
-    settings = ReplaySettings(
-        trace=args.trace or "replay",
-        sampling=Sampling(args.trace_temperature or 0.0),
-        reject_weight=args.reject_weight or 1.0,
-        value_weight=bool(args.value_weight),
-        flushed=args.flushed or 0,
-        seed=args.seed,
-    )
-    return ReplayLoss(head, target, settings, terms)
+    return HeadReplayLoss(Replay(head, target, ReplaySettings.of(args), terms))
 
 
 def run_training(

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedConfig
@@ -35,10 +36,12 @@ from pipeline_model import (
     new_spec_layers,
     split_layers,
 )
-from script_utils import COUNT
+from script_utils import COUNT, POSITIVE, Switch, number
 from timeline import Timeline, stage_row
-from training.head_loss import DraftLoss
+from training.head_loss import DraftLoss, ReplayLoss
 from training.loss import LossTerms, TrainingLoss, distillation_loss, supervised_places
+from training.replay import Trace
+from training.replay_loss import ROWS, TRACES, Replay, ReplaySettings, check_replay_flags
 
 
 class PPSDHead(DraftHead):
@@ -131,6 +134,15 @@ def ppsd_decoder(
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+class PPSDReplay(Replay):
+    """Replay of PPSD's decoding. Its rows do not depend on what is in flight: a single repeat gives all flags."""
+
+    def outputs(self, teacher: Mapping[str, Tensor], stage_sizes: Sequence[int], trace: Trace) -> Tensor:
+        features = teacher["features"][:, :, 1]
+        newest = (torch.from_numpy(index).to(features.device) for index in (trace.sequences, trace.positions))
+        return causal_outputs(self.head, self.target, features, tuple(newest))
+
+
 class PPSDLoss(DraftLoss):
     """SPD's loss in one ordinary causal pass; settings: `terms`."""
 
@@ -148,6 +160,9 @@ class PPSDLoss(DraftLoss):
     def identity(self) -> dict[str, object]:
         terms = self.settings["terms"]
         return {"--rows": "staircase", "--loss": terms.kind, "--loss_eta": terms.eta}  # as speculation heads have it
+
+    def held_out_replay(self) -> PPSDReplay:
+        return PPSDReplay(self.head, self.target, ReplaySettings())
 
 
 def causal_outputs(head: PPSDHead, target: Target, rows: Tensor, selected: tuple[Tensor, Tensor]) -> Tensor:
@@ -178,9 +193,15 @@ class PPSD(Method):
         Flag("num_stages", "n, required", settings={"type": COUNT}),
         Flag("stage_layers", 'uneven split, layers per stage: "4;6;6;4"'),
         Flag("num_spec_layers", "layers of the drafter", 1, {"type": COUNT}),
+        Flag("rows", "replay: learn from the drafts that decoding verifies", "staircase", {"choices": ROWS}),
+        Flag("trace", "replay: which drafts count as accepted; replay", settings={"choices": TRACES}),
+        Flag("trace_temperature", "replay: of texts that do not say theirs; 0", settings={"type": number(float, 0)}),
+        Flag("reject_weight", "replay: weight of rejected drafts; 1", settings={"type": POSITIVE}),
+        Flag("value_weight", "replay: weigh drafts by what accepting them adds", settings={"action": Switch}),
     )
 
     def check_training_flags(self, args: argparse.Namespace) -> None:
+        check_replay_flags(args)
         if args.num_stages is None:
             raise ValueError("--method ppsd needs --num_stages, the n of its pipeline")
 
@@ -190,8 +211,11 @@ class PPSD(Method):
         shape = {"num_stages": args.num_stages, "stage_layers": stage_layers, "num_spec_layers": args.num_spec_layers}
         return shape | {"aggr_feature_bound": (0, first)}
 
-    def loss(self, args: argparse.Namespace, config: PPSDConfig, target: Target) -> PPSDLoss:
-        return PPSDLoss(config.new_head(target, args.seed), target, terms=LossTerms(temperature=args.temperature))
+    def loss(self, args: argparse.Namespace, config: PPSDConfig, target: Target) -> DraftLoss:
+        head, terms = config.new_head(target, args.seed), LossTerms(temperature=args.temperature)
+        if args.rows == "replay":
+            return ReplayLoss(PPSDReplay(head, target, ReplaySettings.of(args), terms))
+        return PPSDLoss(head, target, terms=terms)
 
     def costs(self, run: Run) -> Costs:
         return ppsd_costs(run.stage_sizes, run.num_spec_layers)

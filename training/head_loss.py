@@ -1,8 +1,9 @@
 """The training forward as a module: what a step's micro-batches compute, and what a trainer asks of it besides.
 
-DraftLoss    what every drafter's training has: a baseline's is a subclass
-HeadLoss     method.md section 4: the staircase, one pipeline depth and fill per micro-batch
-ReplayLoss   method.md section 11: every draft that decoding verifies, each at its own fill
+DraftLoss        what every drafter's training has: a baseline's is a subclass
+HeadLoss         method.md section 4: the staircase, one pipeline depth and fill per micro-batch
+ReplayLoss       method.md section 11: every draft that decoding verifies, each at its own fill
+HeadReplayLoss   the same for speculation heads
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from pipeline_model import DraftHead, SpeculationHead, Target
 from training.forward import training_loss
-from training.loss import KL, LossTerms, TrainingLoss
+from training.loss import KL, TrainingLoss
 from training.replay import TraceCounts
 from training.replay_loss import Replay, ReplaySettings
 
@@ -86,10 +87,14 @@ class DraftLoss(nn.Module):
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from `state`."""
 
+    def held_out_replay(self) -> Replay | None:
+        """What replays the decoding of held-out texts with the drafter as it is; None where that cannot be done."""
+        return None
+
     @property
     def has_traces(self) -> bool:
-        """Whether decoding with this head can be replayed."""
-        return False
+        """Whether decoding with this drafter can be replayed."""
+        return self.held_out_replay() is not None
 
     def simulated_lengths(self, teacher: dict[str, Tensor]) -> Tensor:
         """Tokens that rounds of block drafts would emit on held-out texts, and the number of rounds: [2]."""
@@ -102,7 +107,12 @@ class DraftLoss(nn.Module):
 
         `number` of the batch seeds the draws that its replay begins with.
         """
-        return {}
+        replay = self.held_out_replay()
+        if replay is None:
+            return {}
+        trace, _ = replay.renewed(teacher, stage_sizes, np.random.default_rng((0, 5, number)), HELD_OUT_REPEATS)
+        temperatures = replay.temperatures(teacher, trace)
+        return {float(each): trace.only(temperatures == each).counts() for each in np.unique(temperatures)}
 
 
 class HeadLoss(DraftLoss):
@@ -126,39 +136,27 @@ class HeadLoss(DraftLoss):
         for stage_sizes, fill in set(shapes):
             exact = self.settings.get("exact_fill", False)
             used |= self.head.staircase_plan(stage_sizes, fill, exact_fill=exact).keys()
-        return self.unused(used)
+        return unused_projections(self.head, used)
 
-    def unused(self, types: set[int]) -> Sequence[nn.Parameter]:
-        """The projections of all other types: a short fill or a small n leaves types without rows."""
-        others = (modules for kind, modules in enumerate(self.head.projections) if kind not in types)
-        return [projection.weight for modules in others for projection in modules]
-
-    @property
-    def has_traces(self) -> bool:
-        return self.head.config.trained_with_use_deepest
-
-    def held_out(
-        self, teacher: dict[str, Tensor], stage_sizes: tuple[int, ...], number: int
-    ) -> dict[float, TraceCounts]:
-        if not self.has_traces:
-            return {}
-        replay = self._held_out_replay()
-        trace, _ = replay.renewed(teacher, stage_sizes, np.random.default_rng((0, 5, number)), HELD_OUT_REPEATS)
-        temperatures = replay.temperatures(teacher, trace)
-        return {float(each): trace.only(temperatures == each).counts() for each in np.unique(temperatures)}
-
-    def _held_out_replay(self) -> Replay:
-        return Replay(self.head, self.target, ReplaySettings())
+    def held_out_replay(self) -> Replay | None:
+        trained = self.head.config.trained_with_use_deepest
+        return Replay(self.head, self.target, ReplaySettings()) if trained else None
 
 
-class ReplayLoss(HeadLoss):
-    """The loss of every event of the micro-batch's texts, of the trace that its settings make."""
+def unused_projections(head: SpeculationHead, types: set[int]) -> Sequence[nn.Parameter]:
+    """Those of all other types: a short fill or a small n leaves types without rows."""
+    others = (modules for kind, modules in enumerate(head.projections) if kind not in types)
+    return [projection.weight for modules in others for projection in modules]
+
+
+class ReplayLoss(DraftLoss):
+    """The loss of every event of the micro-batch's texts, of the trace that the settings of a `Replay` make."""
 
     has_fill = False
 
-    def __init__(self, head: SpeculationHead, target: Target, settings: ReplaySettings, terms: LossTerms = KL):
-        super().__init__(head, target)
-        self.replay = Replay(head, target, settings, terms)
+    def __init__(self, replay: Replay):
+        super().__init__(replay.head, replay.target)
+        self.replay = replay
         self._step: dict[int, np.ndarray] = {}  # n -> [3, n]: verified and accepted by fill, events whose fill changed
         self._window: dict[int, np.ndarray] = {}  # the same since the last line of the log
 
@@ -191,18 +189,19 @@ class ReplayLoss(HeadLoss):
 
     def end_step(self, shapes: Iterable[Shape], reduce: Reduce) -> Sequence[nn.Parameter]:
         """Adds up what all processes verified and accepted, too."""
-        used: set[int] = set()
+        verified = {}
         for stage_sizes in sorted({sizes for sizes, _ in shapes}):
             n = len(stage_sizes)
             mine = torch.from_numpy(np.asarray(self._step.pop(n, np.zeros((3, n)))))
             counts = reduce(mine.to(self.target.device)).cpu().numpy()
             self.replay.running.add(counts[:2])
             self._window[n] = self._window.get(n, 0.0) + counts
-            types, seen = self.head.depth_types(stage_sizes), np.flatnonzero(counts[0])
-            if len(seen):
-                deepest = n if self.replay.settings.flushed and n > 1 else seen[-1] + 1
-                used |= {types[-1], *types[:deepest]}
-        return self.unused(used)
+            verified[stage_sizes] = counts[0]
+        return self.resting(verified)
+
+    def resting(self, verified: Mapping[tuple[int, ...], np.ndarray]) -> Sequence[nn.Parameter]:
+        """The weights that had no part in a step, from the events by fill, [n], of each split."""
+        return ()
 
     def figures(self) -> dict[str, Any]:
         """Acceptance of the traces, pooled and by fill, and the share of events whose fill the last repeat changed."""
@@ -226,7 +225,22 @@ class ReplayLoss(HeadLoss):
         self.replay.running.load(state["running"])
         self._window = {n: np.array(v) for n, v in state["window"].items()}
 
-    def _held_out_replay(self) -> Replay:
-        replay = Replay(self.head, self.target, ReplaySettings(sampling=self.replay.settings.sampling))
+    def held_out_replay(self) -> Replay:
+        replay = type(self.replay)(self.head, self.target, ReplaySettings(sampling=self.replay.settings.sampling))
         replay.running = self.replay.running
         return replay
+
+
+class HeadReplayLoss(ReplayLoss):
+    """`ReplayLoss` of a speculation head, whose projections rest where no event has a row of their type."""
+
+    head: SpeculationHead
+
+    def resting(self, verified: Mapping[tuple[int, ...], np.ndarray]) -> Sequence[nn.Parameter]:
+        used: set[int] = set()
+        for stage_sizes, by_fill in verified.items():
+            n, seen, types = len(stage_sizes), np.flatnonzero(by_fill), self.head.depth_types(stage_sizes)
+            if len(seen):
+                deepest = n if self.replay.settings.flushed and n > 1 else seen[-1] + 1
+                used |= {types[-1], *types[:deepest]}
+        return unused_projections(self.head, used)

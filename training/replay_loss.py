@@ -6,6 +6,7 @@ head's running acceptance, with which the flags of a new text begin, is the only
 
 from __future__ import annotations
 
+import argparse
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,9 @@ from training.flushed import Rejections, branch_loss, draft_tokens, follow, targ
 from training.loss import KL, LossTerms, TrainingLoss, distillation_loss
 from training.replay import Trace, TraceCounts, bernoulli_flags, packed_rows, replay_flags, run_values
 
+ROWS = ("staircase", "replay")
 TRACES = ("replay", "bernoulli", "full")
+REPLAY_FLAGS = ("trace", "trace_temperature", "reject_weight", "value_weight", "flushed")
 FIRST_ALPHA = 0.5  # acceptance before anything was seen
 ALPHA_MEMORY = 0.95  # share of the running counts that stays from step to step
 MOST_ALPHA = 0.99  # of an acceptance whose runs are to have a finite length
@@ -37,6 +40,25 @@ class ReplaySettings:
     value_weight: bool = False  # weigh events by what their acceptance adds to a run
     flushed: int = 0  # rejected drafts of each text whose flushed drafts are learned, too
     seed: int = 0
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> ReplaySettings:
+        """What the flags of a trainer say; a method may lack some."""
+        return cls(
+            trace=args.trace or "replay",
+            sampling=Sampling(args.trace_temperature or 0.0),
+            reject_weight=args.reject_weight or 1.0,
+            value_weight=bool(args.value_weight),
+            flushed=getattr(args, "flushed", None) or 0,
+            seed=args.seed,
+        )
+
+
+def check_replay_flags(args: argparse.Namespace) -> None:
+    """ValueError for flags of a replay without one."""
+    given = [name for name in REPLAY_FLAGS if getattr(args, name, None) is not None]
+    if args.rows != "replay" and given:
+        raise ValueError(f"--{given[0]} belongs to --rows replay: add it, or leave --{given[0]} out")
 
 
 class RunningCounts:

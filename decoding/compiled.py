@@ -53,13 +53,17 @@ def allow_shapes() -> None:
 _COMPILED: WeakKeyDictionary[Target | SpeculationHead, dict[tuple, Callable]] = WeakKeyDictionary()
 
 
-def _compiled_once(model: Target | SpeculationHead, kind: tuple, function: Callable[[], Callable]) -> Callable:
-    """What `function` returns, compiled for static shapes; the same one whenever this kind is asked for again."""
+def _once(model: Target | SpeculationHead, kind: tuple, make: Callable[[], Callable]) -> Callable:
+    """What `make` returned when this kind was first asked for."""
     compiled = _COMPILED.setdefault(model, {})
     if kind not in compiled:
-        allow_shapes()
-        compiled[kind] = torch.compile(function(), dynamic=False, fullgraph=True)
+        compiled[kind] = make()
     return compiled[kind]
+
+
+def _compile(function: Callable) -> Callable:
+    allow_shapes()
+    return torch.compile(function, dynamic=False, fullgraph=True)
 
 
 def _shapes(module: nn.Module) -> tuple:
@@ -80,9 +84,8 @@ def compiled_layer(target: Target, index: int) -> Callable[..., Tensor]:
     """
     layer, kind = target.layers[index], target.layer_types[index]
     memory_class = LinearMemory if kind == LINEAR else KVMemory
-    return _compiled_once(
-        target, ("layer", kind, _shapes(layer)), lambda: partial(_run_layer, _empty(layer), memory_class)
-    )
+    kind = "layer", kind, _shapes(layer)
+    return _once(target, kind, lambda: _compile(partial(_run_layer, _empty(layer), memory_class)))
 
 
 def _run_layer(template, memory_class, weights, hidden, rope, mask, first, second, nodes, parents, slots):
@@ -98,15 +101,20 @@ def compiled_logits(target: Target, head: SpeculationHead | None = None, width: 
 
     Compiled for `width` rows: the first one stands in for missing ones. NotCompiled where that is impossible.
     """
-    last = nn.Sequential(target.norm, target.lm_head if head is None else head.lm_head)
-    run = _compiled_once(head or target, ("logits", width), lambda: partial(functional_call, _empty(last)))
-    weights = dict(last.named_parameters())
+    owner, lm_head = (target, target.lm_head) if head is None else (head, head.lm_head)
+    return _once(owner, ("logits", width, target.norm), lambda: _new_logits(target, lm_head, width))
+
+
+def _new_logits(target: Target, lm_head: nn.Linear, width: int) -> Callable[[Tensor], Tensor]:
+    last = nn.Sequential(target.norm, lm_head)
+    run, weights = _compile(partial(functional_call, _empty(last))), dict(last.named_parameters())
 
     def logits(hidden: Tensor) -> Tensor:
-        rows = hidden.view(-1, hidden.shape[-1])
-        if len(rows) < width:
-            rows = torch.cat([rows, rows[:1].expand(width - len(rows), -1)])
-        return run(weights, (rows,))[: hidden.shape[:-1].numel()].view(*hidden.shape[:-1], -1)
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        count = len(rows)
+        if count < width:
+            rows = torch.cat([rows, rows[:1].expand(width - count, -1)])
+        return run(weights, (rows,))[:count].view(*hidden.shape[:-1], -1)
 
     with compiling(layers_of(target)):
         logits(target.norm.weight.new_zeros(width, target.config.hidden_size))
@@ -133,7 +141,7 @@ class _Projections(nn.Module):
 def compiled_projections(head: SpeculationHead) -> Callable[[Tensor, Tensor], Tensor]:
     """`shown_rows` of W nodes of each of K types: features [nodes, m, H], node ids [K, W] -> [D, K * W, H]."""
     whole = _Projections(head)
-    run = _compiled_once(head, ("projections",), lambda: partial(functional_call, _empty(whole)))
+    run = _once(head, ("projections",), lambda: _compile(partial(functional_call, _empty(whole))))
     elsewhere = ("head.spec_layers.", "head.lm_head.")
     weights = {name: weight for name, weight in whole.named_parameters() if not name.startswith(elsewhere)}
     return lambda features, nodes: run(weights, (features, nodes))
@@ -157,7 +165,8 @@ def compiled_head_layer(head: SpeculationHead, index: int, asked: int) -> Callab
     keys and values go to) -> [1, asked, H].
     """
     layer = _RowsLayer(head.spec_layers[index])
-    run = _compiled_once(head, ("layer", asked, _shapes(layer)), lambda: partial(_run_head_layer, _empty(layer), asked))
+    kind = "layer", asked, _shapes(layer)
+    run = _once(head, kind, lambda: _compile(partial(_run_head_layer, _empty(layer), asked)))
     return partial(run, dict(layer.named_parameters()))
 
 

@@ -466,6 +466,7 @@ class RankProcess:
             prefill_timeout=timedelta(seconds=args.prefill_timeout_sec),
             decode_timeout=timedelta(seconds=args.decode_timeout_sec),
             idle_timeout=loading,
+            compiled=args.compile,
         )
         (target, head), memory = group.agree(lambda: self._load(setup, checked), loading)
         stage = self._stage(setup, target)

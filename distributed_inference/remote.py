@@ -101,6 +101,7 @@ class RemoteExecutor:
         self._pace, self._cycle_due = pace, 0.0
         self._captured_by = [self._setup.captured_by(stage, self.anchors) for stage in range(len(self.stage_sizes))]
         self._lane = _Lane(self.device) if verify_lag else None
+        self._logits: Callable[[Tensor], Tensor]  # final norm and lm_head, where that is here
         self._copies = HostCopies(self.device)
         self._flights: deque[_Flight | None] = deque()  # by stage: what is there in this cycle
         self._arrivals: list[_Arrival] = []  # of the last finished cycle
@@ -121,6 +122,9 @@ class RemoteExecutor:
         self._pipeline.board.start(plan if own_stage is not None else plan._replace(tree=False), len(prompt), root)
         if own_stage is not None:
             own_stage.start(plan, root, self.anchors)
+        if self._setup.layout.lm_head == "draft":
+            # Without a lane rows are asked for one by one.
+            self._logits = self._setup.logits(self._target, plan.width if self._lane else min(plan.width, 1))
         tokens = torch.tensor(prompt, device=self.device)
         sent = [(chunk, self._send_chunk(tokens, chunk)) for chunk in prompt_chunks(len(prompt))]
         features = torch.cat([self._receive_anchors(len(chunk), captured) for chunk, captured in sent])
@@ -251,11 +255,11 @@ class RemoteExecutor:
         assert header == [arrival.flight.cycle, count], f"stage {stage} sent {header} for cycle {arrival.flight.cycle}"
         if stage == self._last:
             size = len(captured) * count * self._target.config.hidden_size
-            arrival.logits = self._logits(payload[size:], count)
+            arrival.logits = self._logits_of(payload[size:], count)
             payload = payload[:size]
         arrival.anchors = payload.view(len(captured), count, -1).unbind() if captured else ()
 
-    def _logits(self, output: Tensor, count: int) -> Logits:
+    def _logits_of(self, output: Tensor, count: int) -> Logits:
         """The logits of the nodes that the last stage's output is of, wherever the lm_head is."""
         if self._lane is not None:
             output = output.clone()  # the next message would overwrite it
@@ -277,7 +281,7 @@ class RemoteExecutor:
     def _target_logits(self, hidden: Tensor) -> Tensor:
         """Logits [.., V] from h_L [.., H]."""
         with at_least(self._pace.verify):
-            return self._target.logits(hidden)
+            return self._logits(hidden)
 
     def _all_rows(self, output: Tensor, count: int) -> Tensor:
         """Logits [w, V] from normed h_L and the last rank's rows: this rank's rows and the other ranks' join them."""

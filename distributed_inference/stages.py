@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 from torch import Tensor
 
+from decoding.compiled import compiled_logits
 from decoding.nodes import NodeBoard
 from decoding.stage import Stage
 from distributed_inference.connections import Route
@@ -37,6 +38,7 @@ class Setup:
     prefill_timeout: timedelta
     decode_timeout: timedelta
     idle_timeout: timedelta  # for the draft rank between two generations
+    compiled: bool = False  # layers, and an lm_head that is on one rank
 
     def outbox(self, link: Link, peer: int, payload_rows: int) -> Outbox:
         timeout = max(self.prefill_timeout, self.decode_timeout)
@@ -53,6 +55,13 @@ class Setup:
         """Those of the anchors that a stage captures, ascending."""
         layers = self.layout.layers(stage)
         return tuple(b for b in anchors if layers.start < b <= layers.stop)
+
+    def logits(self, target: Target, width: int) -> Callable[[Tensor], Tensor]:
+        """Final norm and lm_head of at most `width` rows: h_L [..., H] -> [..., V]. Width 0: of a prompt alone, eager.
+
+        NotCompiled where they are to be compiled and cannot be.
+        """
+        return compiled_logits(target, width=width) if self.compiled and width else target.logits
 
     def up_payload(self, stage: int, target: Target) -> int:
         """Elements a node of what a stage sends to the draft rank: anchors, and the last stage's output."""
@@ -83,6 +92,7 @@ class StageServer:
         self._up = setup.outbox(Link.UP, DRAFT_RANK, setup.up_payload(layout.stage_of(setup.rank), target))
         self._forward = None if self._is_last else setup.outbox(Link.FORWARD, setup.rank + 1, hidden)
         self._lm_head = _SplitLmHead(setup, target) if layout.lm_head == "split" else None
+        self._logits: Callable[[Tensor], Tensor]  # final norm and lm_head, where they are here
         self._timeline: Timeline
 
     @torch.inference_mode()
@@ -115,6 +125,8 @@ class StageServer:
         self._stage.start(start.plan, start.root, start.anchors)
         if self._lm_head is not None:
             self._lm_head.start()
+        elif self._is_last and self._setup.layout.lm_head == "last":
+            self._logits = self._setup.logits(self._target, start.plan.width)
         hidden_size = self._target.config.hidden_size
         for chunk in prompt_chunks(start.prompt_length):
             hidden = self._inbox.receive_bulk((len(chunk), hidden_size), self._setup.prefill_timeout)
@@ -157,7 +169,7 @@ class StageServer:
         if self._lm_head is not None:
             normed = self._target.norm(hidden)
             return [normed, self._lm_head.scatter(normed)]
-        return [hidden if self._setup.layout.lm_head == "draft" else self._target.logits(hidden)]
+        return [hidden if self._setup.layout.lm_head == "draft" else self._logits(hidden)]
 
     def _report(self) -> None:
         """Tell the draft rank when this stage was busy."""

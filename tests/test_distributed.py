@@ -12,6 +12,7 @@ from datetime import timedelta
 import pytest
 import torch
 
+from decoding.compiled import compiled_logits
 from decoding.sampling import Sampling
 from decoding.stage import Stage, StaticForward
 from distributed_inference import stages
@@ -117,7 +118,8 @@ def decoder(case, executor, target, head, prompt):
         choose = oracle(sequence, rank=lambda position: random.Random(position).choice([0, 0, 0, 1, 9]), width=4)
         drafter = ScriptedDrafter(choose).with_prompt(prompt)
     elif case.drafter != "none":
-        drafter = SPDDrafter(head, target, case.sizes, case.drafter == "head")
+        static = case.static and isinstance(executor, RemoteExecutor)
+        drafter = SPDDrafter(head, target, case.sizes, case.drafter == "head", compiled=static)
     return Decoder(
         executor,
         drafter,
@@ -136,6 +138,14 @@ def summary(result):
     return result.tokens, result.accepted, result.cycles, result.verified_by_fill, result.accepted_by_fill
 
 
+def lm_head_widths(case, rank):
+    """For how many rows the lm_head of a rank is compiled: there, in one place, only."""
+    width = 1 if case.drafter == "none" else case.width
+    if case.static and case.lm_head == "draft" and rank == DRAFT_RANK:
+        return {width if case.lag else 1}
+    return {width} if case.static and case.lm_head == "last" and rank == case.layout.last_rank else set()
+
+
 def decode_cases(world_size):
     """On every rank: all cases; the draft rank compares with one process and prints what differs."""
     stages.PREFILL_CHUNK = 4  # so that a short prompt has several
@@ -143,18 +153,22 @@ def decode_cases(world_size):
     StaticForward.start = replayed(StaticForward.start)  # and what a graph's outputs have to survive
     group = Group.of_process(TIMEOUT)
     rank = group.environment.rank
+    widths = set()  # of the compiled lm_heads
+    stages.compiled_logits = lambda target, width: widths.add(width) or compiled_logits(target, width=width)
     for case in cases(world_size):
+        widths.clear()
         model = tiny_model(case.family)
         whole = Target(copy.deepcopy(model))
         head = tiny_head(whole, case.sizes)
         target = part_of(model, case.layout, rank)
         anchors = head.config.anchors
         wires = group.wires(case.layout, CPU, torch.float32, "gloo")
-        setup = Setup(case.layout, rank, wires, case.width, anchors, TIMEOUT, TIMEOUT, TIMEOUT)
+        setup = Setup(case.layout, rank, wires, case.width, anchors, *[TIMEOUT] * 3, compiled=case.static)
         stage = case.layout.stage_of(rank)
         stage = None if stage is None else new_stage(case, target, stage)
         if rank != DRAFT_RANK:
             StageServer(setup, target, stage).serve()
+            assert widths == lm_head_widths(case, rank), case
             continue
         pipeline = Pipeline(setup, target, stage)
         used = (0,) if case.drafter == "none" else anchors
@@ -167,6 +181,8 @@ def decode_cases(world_size):
         ours = ours.generate(prompt, TOKENS)
         if summary(ours) != summary(theirs):
             print(f"DIFFERS: {case}:\n{summary(ours)}\n{summary(theirs)}")
+        if widths != lm_head_widths(case, rank):
+            print(f"OTHER LM_HEAD: {case}: {widths}")
         if len(ours.timings.stages) != len(case.sizes) or not min(ours.timings.stages) > 0:
             print(f"NO TIMES: {case}: {ours.timings}")
         pipeline.stop()

@@ -56,10 +56,7 @@ from pipeline_model import (
     Target,
     auto_anchors,
     auto_shallow_layers,
-    check_base_layers,
     check_weights,
-    late_layers,
-    new_head,
     save_head,
     split_layers,
 )
@@ -87,6 +84,7 @@ from training.forward import teacher_features
 from training.head_loss import DraftLoss, HeadLoss, HeadReplayLoss
 from training.held_out import BEST_NAME, EarlyStopping, HeldOutTraces, copy_best, in_words, keep_best
 from training.loss import LOSS_KINDS, LossTerms, TrainingLoss
+from training.new_head import check_base_layers, late_layers, new_head
 from training.optimizers import SCHEDULES, build_optimizers, lr_factor, scale_lr
 from training.replay_loss import ROWS, TRACES, Replay, ReplaySettings, check_replay_flags
 from training.run_state import (

@@ -28,9 +28,10 @@ from torch import multiprocessing, nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.common import new_parser, prepare, print_card
-from pipeline_model import Target, new_head
+from pipeline_model import Target
 from planning.untrained_head import untrained_config
 from script_utils import Parser, markdown_table, run_script
+from training.new_head import new_head
 from training.optimizers import Float32Muon, build_optimizers
 
 Shapes = list[tuple[int, int]]

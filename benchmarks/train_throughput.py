@@ -36,7 +36,6 @@ from pipeline_model import (
     Target,
     depth_types,
     grouped_attention,
-    new_head,
     representative_depths,
     split_layers,
 )
@@ -44,6 +43,7 @@ from planning.untrained_head import untrained_config
 from script_utils import DTYPES, Parser, dtype_name, markdown_table, run_script
 from training.feature_cache import FeatureCache
 from training.forward import teacher_features, training_loss
+from training.new_head import new_head
 
 FORMS = ("plain", "ours", "cached")
 MEMORY_FORMS = ("plain", "ours")

@@ -21,10 +21,11 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, set_seed
 import pipeline_inference
 import train
 from loading.checkpoint_files import CHECKPOINT_NAME
-from pipeline_model import Target, load_head, new_head, read_checkpoint
+from pipeline_model import Target, load_head, read_checkpoint
 from tests.tiny import FAMILIES, VOCAB, spd_decoder, tiny_head, tiny_model, tiny_target
 from training import head_loss
 from training.conversations import PadCollator, load_conversations
+from training.new_head import new_head
 from training.optimizers import Float32Muon, build_optimizers, lr_factor, orthogonalise, orthogonalise_all
 from training.run_state import (
     STATE_NAME,

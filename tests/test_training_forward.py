@@ -8,11 +8,12 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 from pipeline_inference import Decoder, LocalExecutor, SPDDrafter
-from pipeline_model import Target, auto_shallow_layers, key_types, late_layers, load_head, new_head, staircase_plan
+from pipeline_model import Target, auto_shallow_layers, key_types, load_head, staircase_plan
 from tests.tiny import VOCAB, random_prompt, tiny_head, tiny_target
 from training import forward
 from training.forward import STAIRCASE_ATTENTION, draft_rows, teacher_features, training_loss
 from training.loss import KL, LossTerms, _Distillation, distillation_loss
+from training.new_head import late_layers, new_head
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 FIXTURE = Path(__file__).parents[2] / "shared/interop/llama_v11"

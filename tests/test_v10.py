@@ -10,7 +10,6 @@ from pipeline_model import (
     HeadConfig,
     auto_shallow_layers,
     load_head,
-    new_head,
     read_checkpoint,
     save_head,
     split_layers,
@@ -27,6 +26,7 @@ from tests.tiny import (
     tiny_target,
 )
 from training.forward import draft_rows, teacher_features, training_loss
+from training.new_head import new_head
 
 
 def head_of(target, num_stages, lists=None, **fields):

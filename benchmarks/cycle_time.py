@@ -6,15 +6,18 @@ Ratios, smaller is better, all from one run whose rounds take turns:
     tree4_over_chain           a cycle with W = 4 candidates at every position / the W = 1 cycle, bfloat16
     ar_over_hf_generate        our autoregressive loop / `model.generate`, seconds a token, float32
 
-With --compile, compiled stages, norm and lm_head as well, float32:
+With --compile, everything compiled beside everything eager, float32:
 
     ar_compiled_over_eager     the autoregressive step, compiled / eager
-    cycle_compiled_over_eager  the cycle (W = 1), likewise; the head is not compiled
+    cycle_compiled_over_eager  the cycle (W = 1), target and head, likewise
     ar_over_bandwidth_bound, ar_compiled_over_bandwidth_bound
                                the step / (bytes of the weights it reads / the rate at which a sum reads memory)
 
-With --context, for prompts of these lengths, in bfloat16 where the device has kernels for it: both cycles, and the
-prompt itself beside `model.generate`'s.
+and the seconds until a new process has its first compiled token (target, prompt and one step), and what compiling the
+head adds: with the compiler's cache empty (cold), and as that process leaves it (warm).
+
+With --context, for prompts of these lengths, in bfloat16 where the device has kernels for it: the prompt itself beside
+`model.generate`'s, and both cycles after it.
 
 The head is random: every draft is accepted unseen (but verified and timed), so that the pipeline stays full.
 """
@@ -23,12 +26,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from multiprocessing import get_context
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
@@ -36,6 +45,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.common import new_parser, prepare, print_card
+from decoding.stage import Stage
 from loading.target_files import read_text_config
 from loading.tokenizer import load_tokenizer
 from pipeline_inference import Decoder, Generation, LocalExecutor, SPDDrafter
@@ -146,11 +156,13 @@ class Bench:
         memory.sum()
         return [(self.sync() - begun) * size / memory.nbytes]
 
-    def first_compiled_token(self) -> float:
-        """Seconds until a compiled target has its first token."""
+    def first_compiled_tokens(self) -> FirstCompiled:
+        """How long the first generations with --compile take until they run."""
         begun = self.sync()
         self.fill(self.autoregressive(compiled=True))
-        return self.sync() - begun
+        target = self.sync()
+        self.fill(self.pipeline(1, compiled=True))
+        return FirstCompiled(target - begun, self.sync() - target)
 
     def ours(self, count: int) -> None:
         Decoder(LocalExecutor(self.target, (self.target.num_layers,))).generate(self.prompt, count)
@@ -175,7 +187,6 @@ def measure(args: argparse.Namespace, device: torch.device) -> dict[str, float]:
         "tree4_bf16": lambda: bf16.cycle_seconds(bf16.pipeline(4)),
     }
     if args.compile:
-        samples["first_compiled_token"] = [fp32.first_compiled_token()]
         kinds |= {
             "ar_step_compiled": lambda: fp32.cycle_seconds(fp32.autoregressive(compiled=True)),
             "cycle_compiled": lambda: fp32.cycle_seconds(fp32.pipeline(1, compiled=True)),
@@ -189,8 +200,38 @@ def measure(args: argparse.Namespace, device: torch.device) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in samples.items()}
 
 
+class FirstCompiled(NamedTuple):
+    """Seconds, each with a prompt and a few steps."""
+
+    token: float  # until the target alone has a token
+    head: float  # more until a pipeline has one
+
+
+def first_compiled(args: argparse.Namespace) -> FirstCompiled:
+    device = prepare(args)
+    return Bench(args, device, torch.float32).first_compiled_tokens()
+
+
+def in_new_process(args: argparse.Namespace, cache: str) -> FirstCompiled:
+    """`first_compiled` in a process of its own, with its compiler's cache in a folder."""
+    variable = "TORCHINDUCTOR_CACHE_DIR", cache
+    settings = {"mp_context": get_context("spawn"), "initializer": os.environ.__setitem__, "initargs": variable}
+    with ProcessPoolExecutor(1, **settings) as pool:
+        return pool.submit(first_compiled, args).result()
+
+
+def cold_and_warm(args: argparse.Namespace) -> dict[str, float]:
+    """`first_compiled` with an empty cache, then with the one that this has left."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = {name: in_new_process(args, folder) for name in ("cold", "warm")}
+    return {f"first_compiled_{kind}_s_{name}": getattr(f, kind) for name, f in found.items() for kind in f._fields}
+
+
 def after_context(args: argparse.Namespace, device: torch.device) -> list[dict[str, float]]:
-    """For each prompt length: medians in milliseconds, their ratios, and this process's peak memory until then."""
+    """For each prompt length: medians in milliseconds, their ratios, and this process's peak memory.
+
+    The cycles are those after a prompt that was not run: its keys and values are zeros, which takes no less time.
+    """
     bench = Bench(args, device, torch.bfloat16 if native_bfloat16(device) else torch.float32)
     words, rows = bench.prompt, []
     for length in sorted(args.context):
@@ -200,19 +241,32 @@ def after_context(args: argparse.Namespace, device: torch.device) -> list[dict[s
             "draft": bench.draft_seconds,
             "cycle": lambda: bench.cycle_seconds(bench.pipeline(1)),
             "tree4": lambda: bench.cycle_seconds(bench.pipeline(4)),
-            "prefill": lambda: [bench.timed(bench.ours, 1)],
-            "hf_prefill": lambda: [bench.timed(bench.hf, 1)],
         }
-        row = {name: statistics.median(run()) * 1e3 for name, run in kinds.items()}
+        row = {"prefill": bench.timed(bench.ours, 1)}
+        with prompts_not_run():
+            row |= {name: statistics.median(run()) for name, run in kinds.items()}
+        peak = peak_megabytes(device)  # ours: the library's own prompt may need more
+        row["hf_prefill"] = bench.timed(bench.hf, 1)
         ratios = {
             "cycle_over_ar_plus_draft": row["cycle"] / (row["ar_step"] + row["draft"]),
             "tree4_over_chain": row["tree4"] / row["cycle"],
             "prefill_over_hf_generate": row["prefill"] / row["hf_prefill"],
         }
-        milliseconds = {f"{name}_ms": round(value, 3) for name, value in row.items()}
+        milliseconds = {f"{name}_ms": round(value * 1e3, 3) for name, value in row.items()}
         rounded = {name: round(value, 3) for name, value in ratios.items()}
-        rows.append({"length": length, **milliseconds, **rounded, "peak_mb": peak_megabytes(device)})
+        rows.append({"length": length, **milliseconds, **rounded, "peak_mb": peak})
     return rows
+
+
+@contextmanager
+def prompts_not_run() -> Iterator[None]:
+    """Stages have memory for a prompt, and leave it as it is."""
+    run = Stage.prefill
+    Stage.prefill = lambda stage, hidden, start: (hidden, dict.fromkeys(stage.anchors, hidden))
+    try:
+        yield
+    finally:
+        Stage.prefill = run
 
 
 def peak_megabytes(device: torch.device) -> int:
@@ -236,6 +290,7 @@ def check_context(args: argparse.Namespace) -> None:
 def main(args: argparse.Namespace) -> None:
     device = prepare(args, "cycles", "rounds")
     check_context(args)
+    contexts = after_context(args, device) if args.context else []  # first: its peak memory is that of nothing else
     seconds = measure(args, device)
     ratios = {
         "cycle_over_ar_plus_draft": seconds["cycle"] / (seconds["ar_step"] + seconds["draft"]),
@@ -249,7 +304,7 @@ def main(args: argparse.Namespace) -> None:
             "ar_over_bandwidth_bound": seconds["ar_step"] / seconds["bandwidth_bound"],
             "ar_compiled_over_bandwidth_bound": seconds["ar_step_compiled"] / seconds["bandwidth_bound"],
         }
-    contexts = after_context(args, device)
+    firsts = cold_and_warm(args) if args.compile else {}
     print_card(args, device)
     labels = {
         "ar_step": "autoregressive step, float32",
@@ -259,7 +314,6 @@ def main(args: argparse.Namespace) -> None:
         "hf_token": "model.generate, a token, float32",
         "chain_bf16": "full-pipeline cycle, W = 1, bfloat16",
         "tree4_bf16": "full-pipeline cycle, W = 4, bfloat16",
-        "first_compiled_token": "until the first compiled token, float32",
         "ar_step_compiled": "autoregressive step, compiled, float32",
         "cycle_compiled": "full-pipeline cycle, W = 1, compiled, float32",
         "bandwidth_bound": "reading a step's weights once, float32",
@@ -267,12 +321,18 @@ def main(args: argparse.Namespace) -> None:
     times = ((label, f"{seconds[name] * 1e3:.2f}") for name, label in labels.items() if name in seconds)
     print(markdown_table(["work", "median ms"], times) + "\n")
     print(markdown_table(["ratio", "value"], ((name, f"{value:.3f}") for name, value in ratios.items())))
+    if firsts:
+        print(
+            "\n"
+            + markdown_table(["until it runs compiled, float32", "s"], ((n, f"{s:.1f}") for n, s in firsts.items()))
+        )
     if contexts:
         print("\n" + markdown_table(contexts[0], (row.values() for row in contexts)))
     milliseconds = {f"{name}_ms": round(value * 1e3, 3) for name, value in seconds.items()}
     rounded = {name: round(value, 4) for name, value in ratios.items()}
     machine = {"native_bf16": native_bfloat16(device), "threads": args.threads}
-    print(json.dumps(rounded | milliseconds | machine | ({"context": contexts} if contexts else {})))
+    firsts = {name: round(value, 2) for name, value in firsts.items()}
+    print(json.dumps(rounded | milliseconds | firsts | machine | ({"context": contexts} if contexts else {})))
 
 
 if __name__ == "__main__":

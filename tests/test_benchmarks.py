@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -68,6 +69,10 @@ def test_cycle_time_compares_compiled_stages_and_contexts(folder, capsys, monkey
     """Guards against ratios of other numbers than those shown, and prompts of other lengths than were asked for."""
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # what is timed matters here, not how fast
     monkeypatch.setattr(cycle_time, "STREAMED", 2**20)
+    caches, first = [], cycle_time.FirstCompiled(4.0, 2.0)
+    monkeypatch.setattr(
+        cycle_time, "in_new_process", lambda _, cache: caches.append((cache, os.listdir(cache))) or first
+    )
     more = ["--cycles", "2", "--rounds", "1", "--compile", "--context", "40", "7"]
     prompts, start = [], cycle_time.Decoder.start
     monkeypatch.setattr(
@@ -80,9 +85,12 @@ def test_cycle_time_compares_compiled_stages_and_contexts(folder, capsys, monkey
         "cycle_compiled_over_eager": result["cycle_compiled_ms"] / result["cycle_ms"],
     }
     assert {name: result[name] for name in expected} == pytest.approx(expected, rel=0.01)
-    assert result["first_compiled_token_ms"] > 0 < result["ar_over_bandwidth_bound"]
+    assert result["ar_over_bandwidth_bound"] > 0
+    assert caches[0][0] == caches[1][0]  # an empty folder, and then what the first process left in it
+    assert caches[0][1] == []
+    assert (result["first_compiled_token_s_cold"], result["first_compiled_head_s_warm"]) == first
     assert [row["length"] for row in result["context"]] == [7, 40]
-    assert prompts[-10:] == [7] * 5 + [40] * 5
+    assert prompts[:10] == [7] * 5 + [40] * 5
     for row in result["context"]:
         assert row["tree4_over_chain"] == pytest.approx(row["tree4_ms"] / row["cycle_ms"], rel=0.05)
         assert row["prefill_over_hf_generate"] == pytest.approx(row["prefill_ms"] / row["hf_prefill_ms"], rel=0.05)

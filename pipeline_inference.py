@@ -34,7 +34,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from decoding.compiled import compiled_logits
-from decoding.nodes import HostCopies, NodeBoard
+from decoding.nodes import CachePlan, HostCopies, NodeBatch, NodeBoard
 from decoding.result import GenerationResult, TokenEvent
 from decoding.sampling import NEUTRAL, Sampling, Verdict, draw, verify
 from decoding.stage import partition
@@ -47,9 +47,7 @@ from loading.target_files import QUANTIZATIONS, check_attention_kernels, check_c
 from loading.tokenizer import encode_prompt, load_tokenizer, print_unused_settings, token_ids
 from pipeline_model import (
     ATTN_IMPLEMENTATIONS,
-    CachePlan,
     HeadCache,
-    NodeBatch,
     SpeculationHead,
     Target,
     read_checkpoint,

@@ -2,9 +2,9 @@
 
 The target model is cut into n stages, so that n tokens of one sequence are in flight at different depths. A small
 speculation head reads the hidden states that the stages have already computed and drafts the next token while the
-stages run. Top to bottom: the pure functions of depth and type, the head's configuration, tree nodes and caches, the
-partitioned target, the speculation head, checkpoint files. What a configuration or a file may hold is checked in
-loading/; what runs the stages is in decoding/, and the decode loop in pipeline_inference.py.
+stages run. Top to bottom: the pure functions of depth and type, the head's configuration, attention, the partitioned
+target, the speculation head, checkpoint files. What a configuration or a file may hold is checked in loading/; the
+target's caches and what runs the stages are in decoding/, and the decode loop is in pipeline_inference.py.
 
 Symbols, here and everywhere else in the repository:
 
@@ -464,58 +464,8 @@ def _family(value: Any) -> Any:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Tree nodes on their way through the stages, and the memory they leave behind
+# Attention over one shared sequence
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-class NodeRow(NamedTuple):
-    """A node as the host knows it: what has to be told to whoever runs the stages."""
-
-    token: int
-    id: int
-    parent: int  # node id of the parent
-    slot: int  # KV slot
-
-
-class NodeBatch(NamedTuple):
-    """The w candidate tokens of one position, which enter stage 0 together and travel together (w = 1 in a chain).
-
-    A batch says all that a stage needs, rollback included: a node sees what its parent sees, and itself. Dropping
-    every batch of rejected nodes is the whole rollback; nothing in a stage has to be restored.
-    """
-
-    position: int  # of every node in the batch
-    ids: tuple[int, ...]  # the w node ids, on the host
-    rows: Tensor  # [w, 4] on the device: a NodeRow for each node
-    mask: Tensor | None = None  # [w, used] bool, the KV slots each node sees; None in a chain: all up to its own
-    window_mask: Tensor | None = None  # [w, used] bool, those within the window; None where the target has no window
-
-    @property
-    def tokens(self) -> Tensor:
-        return self.rows[:, 0]
-
-    @property
-    def nodes(self) -> Tensor:
-        """The node ids, [w]: rows of every memory that has one per node."""
-        return self.rows[:, 1]
-
-    @property
-    def parents(self) -> Tensor:
-        return self.rows[:, 2]
-
-    @property
-    def slots(self) -> Tensor:
-        return self.rows[:, 3]
-
-    def keep(self, rows: Sequence[int], at_rows: Tensor) -> NodeBatch:
-        """The batch with only the given rows, which the device has in `at_rows`."""
-        masks = (None if mask is None else mask[at_rows] for mask in (self.mask, self.window_mask))
-        return NodeBatch(self.position, tuple(self.ids[row] for row in rows), self.rows[at_rows], *masks)
-
-    @property
-    def masks(self) -> Masks:
-        """The masks as decoder layers take them, each [w, 1, 1, used]."""
-        return Masks(*(None if mask is None else mask[:, None, None] for mask in (self.mask, self.window_mask)))
 
 
 class Masks(NamedTuple):
@@ -526,199 +476,9 @@ class Masks(NamedTuple):
     linear: Tensor | None = None  # [B, q] for linear attention: what is no padding
 
 
-SLOT_STEP, NODE_STEP = 512, 32  # capacities of compiled stages grow by these
-
-
-class CachePlan(NamedTuple):
-    """How much memory one generation needs; nothing grows after it is allocated."""
-
-    slots: int  # KV slots: prompt + new tokens, and in a tree one for each live node
-    nodes: int  # node ids that can be alive at once
-    tree: bool  # False: a chain, slot = position, no masks
-    width: int = 1  # nodes that run at once, at most: W, or the tokens of a drafted chain; 0: the prompt alone
-
-    def fits(self, other: CachePlan) -> bool:
-        """Whether memory made for this plan serves the other one as well."""
-        return self.slots >= other.slots and self.nodes >= other.nodes
-
-    def joined(self, other: CachePlan) -> CachePlan:
-        """A plan for either."""
-        return self._replace(slots=max(self.slots, other.slots), nodes=max(self.nodes, other.nodes))
-
-    def in_steps(self) -> CachePlan:
-        """The same, rounded up, so that few generations need another size."""
-        return self._replace(
-            slots=-(-self.slots // SLOT_STEP) * SLOT_STEP, nodes=-(-self.nodes // NODE_STEP) * NODE_STEP
-        )
-
-
-class Place(NamedTuple):
-    """What layers are about to run, and where it goes in their memory."""
-
-    first: int  # the first of the KV slots that are written in a row ...
-    used: int  # ... and the end of them; all slots before it are shown to attention
-    slots: Tensor | None  # [w] KV slots that are written one by one, in place of a row of them
-    parents: Tensor | None  # [w] linear-attention states that are read; None: there is no state yet
-    nodes: Tensor  # [w] states that are written
-
-
-class KVMemory:
-    """Keys and values of one attention layer: a slot for each position, in a tree for each live node."""
-
-    def __init__(self, keys: Tensor, values: Tensor, window: int | None = None):
-        self.keys, self.values, self._window = keys, values, window  # [1, H_kv, slots, D]
-        self.place: Place
-
-    def update(self, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Store new keys and values ([w, H_kv, q, D]); return all that the mask may show, shared by the w rows."""
-        place, oldest = self.place, 0
-        if place.slots is None:
-            self.keys[:, :, place.first : place.used].copy_(key)
-            self.values[:, :, place.first : place.used].copy_(value)
-            if self._window is not None:
-                oldest = oldest_seen(place.first, self._window)
-        else:
-            self.keys[0].index_copy_(1, place.slots, key[:, :, 0].transpose(0, 1))
-            self.values[0].index_copy_(1, place.slots, value[:, :, 0].transpose(0, 1))
-        rows, shown = len(key), slice(oldest, place.used)
-        return self.keys[:, :, shown].expand(rows, -1, -1, -1), self.values[:, :, shown].expand(rows, -1, -1, -1)
-
-    def tensors(self) -> tuple[Tensor, Tensor]:
-        return self.keys, self.values
-
-
-class LinearMemory:
-    """States of one linear-attention layer, a convolution's and a recurrent one for each live node.
-
-    The state of a node's parent is what the node starts from, so that rollback is exact and free.
-    """
-
-    def __init__(self, conv: Tensor, recurrent: Tensor):
-        self.conv = conv  # [nodes, channels, kernel]
-        self.recurrent = recurrent  # [nodes, heads, D_k, D_v], float32
-        self.place: Place
-        self._gathered: Tensor | None = None  # the convolution states that the layer is updating in place
-
-    def is_recording_past(self, *_: Any) -> bool:
-        return False
-
-    def get_conv_state(self, *_: Any, **__: Any) -> Tensor | None:
-        """The parents' convolution states [w, channels, kernel], for the layer to update in place."""
-        if self.place.parents is None:
-            return None
-        self._gathered = self.conv[self.place.parents]
-        return self._gathered
-
-    def get_recurrent_state(self, *_: Any, **__: Any) -> Tensor | None:
-        """The parents' recurrent states [w, heads, D_k, D_v]."""
-        return None if self.place.parents is None else self.recurrent[self.place.parents]
-
-    def update_conv_state(self, inputs: Tensor, layer_idx: int, conv_kernel_size: int, **_: Any) -> Tensor:
-        """Several positions at once (prefill, [1, channels, q]): returns them with the left context they need."""
-        left = inputs.new_zeros(*inputs.shape[:2], conv_kernel_size)
-        if self.place.parents is not None:
-            left = self._gathered
-        inputs = torch.cat([left, inputs], dim=-1)
-        self._gathered = inputs[..., -conv_kernel_size:]
-        return inputs
-
-    def update_recurrent_state(self, state: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Store the new states ([w, heads, D_k, D_v]) under the nodes' own ids. The layer calls this last."""
-        self.conv[self.place.nodes] = self._gathered
-        self.recurrent[self.place.nodes] = state
-        self._gathered = None
-        return state
-
-    def tensors(self) -> tuple[Tensor, Tensor]:
-        return self.conv, self.recurrent
-
-
-class StageCache:
-    """Keys, values and linear-attention states of one stage's layers, preallocated: `cache[layer]` is one layer's.
-
-    The decoder layers of `transformers` see a layer's memory as their cache (the methods of `transformers.cache_utils`
-    that they call). A rejected token costs nothing to drop. A layer with a sliding window has all the slots too, since
-    a rollback may need the oldest of them again; in a chain it reads the window alone.
-    """
-
-    def __init__(
-        self, config: PreTrainedConfig, layers: range, plan: CachePlan, dtype: torch.dtype, device: torch.device
-    ):
-        types = layer_types(config)
-        self.plan = plan
-        self._layers: dict[int, KVMemory | LinearMemory] = {}
-        for layer in layers:
-            if types[layer] == LINEAR:
-                self._layers[layer] = LinearMemory(*linear_states(config, plan.nodes, dtype, device))
-            else:
-                shape = (1, config.num_key_value_heads, plan.slots, head_dim(config))
-                keys, values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
-                self._layers[layer] = KVMemory(keys, values, config.sliding_window if types[layer] == SLIDING else None)
-
-    def __getitem__(self, layer: int) -> KVMemory | LinearMemory:
-        return self._layers[layer]
-
-    def tensors(self) -> list[Tensor]:
-        """All memory, layer by layer."""
-        return [tensor for memory in self._layers.values() for tensor in memory.tensors()]
-
-    def nbytes(self) -> int:
-        """Bytes held, all layers together."""
-        return sum(tensor.nbytes for tensor in self.tensors())
-
-    def clear(self) -> None:
-        """Forget all numbers: a mask hides what an earlier generation left, unless that is no number."""
-        for tensor in self.tensors():
-            tensor.zero_()
-
-    def prefill(self, start: int, length: int, root: Tensor) -> None:
-        """The layers will run prompt positions `start .. start + length - 1`; `root` [1] is the prompt's node id."""
-        self._run_at(Place(start, start + length, None, root if start else None, root))
-
-    def enter(self, batch: NodeBatch) -> None:
-        """The layers will run this batch: a tree's, which has masks, or a chain's."""
-        if batch.mask is None:
-            self._run_at(Place(batch.position, batch.position + 1, None, batch.parents, batch.nodes))
-        else:
-            self._run_at(Place(0, batch.mask.shape[1], batch.slots, batch.parents, batch.nodes))
-
-    def _run_at(self, place: Place) -> None:
-        for memory in self._layers.values():
-            memory.place = place
-
-    def kv(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of a full-attention layer at the given slots, each [H_kv, len(slots), D]."""
-        memory = self._layers[layer]
-        return memory.keys[0][:, slots], memory.values[0][:, slots]
-
-    def linear_state(self, layer: int, node: int) -> tuple[Tensor, Tensor]:
-        """Convolution [channels, kernel] and recurrent [heads, D_k, D_v] state of a node in a linear layer."""
-        memory = self._layers[layer]
-        return memory.conv[node], memory.recurrent[node]
-
-
-def linear_states(
-    config: PreTrainedConfig, nodes: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Zero convolution and recurrent states of a linear-attention layer, as `LinearMemory` holds them."""
-    key_width = config.linear_num_key_heads * config.linear_key_head_dim
-    value_width = config.linear_num_value_heads * config.linear_value_head_dim
-    conv_shape = (nodes, 2 * key_width + value_width, config.linear_conv_kernel_dim)
-    state_shape = (nodes, config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim)
-    return (
-        torch.zeros(conv_shape, dtype=dtype, device=device),
-        torch.zeros(state_shape, dtype=torch.float32, device=device),
-    )
-
-
 def oldest_seen(position: int, window: int) -> int:
     """The oldest position that a token sees through a sliding window of `window` tokens, itself among them."""
     return max(0, position - window + 1)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Attention over one shared sequence
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
@@ -960,9 +720,11 @@ class Target:
         positions: slice,
         masks: Masks,
         anchors: Collection[int],
-        cache: StageCache | None = None,
+        cache: Mapping[int, Any] | None = None,
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Decoder layers (0-based) over hidden states [B, q, H] that stand at the given q positions.
+
+        cache: by layer, what a decoder layer of `transformers` takes for one, as decoding/cache.py has it.
 
         Returns the last layer's output and the anchors that these layers produce, {b: h_b}, before any final norm.
         """

@@ -30,9 +30,17 @@ from torch.nn.functional import linear
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from baselines.eagle3 import ChainExecutor
+from decoding.nodes import CachePlan
 from decoding.tree import Node, TokenTree
 from pipeline_inference import Captured, Decoder
-from pipeline_model import CachePlan, DraftConfig, DraftHead, HeadCache, Target, grouped_attention, new_spec_layers
+from pipeline_model import (
+    DraftConfig,
+    DraftHead,
+    HeadCache,
+    Target,
+    grouped_attention,
+    new_spec_layers,
+)
 from training.loss import LOSS_CHUNK, LossTerms, TrainingLoss, rows_loss, teacher_argmax
 from training.replay import packed_attention
 

@@ -25,10 +25,11 @@ from torch import Tensor
 
 from baselines.dflash import Blocks, DFlashHead, SlotRows, as_tokens, dflash_decoder, packed_blocks
 from baselines.eagle3 import ChainExecutor
+from decoding.nodes import CachePlan
 from decoding.sampling import Sampling
 from decoding.tree import Node
 from pipeline_inference import Captured, Completed, PromptOutput
-from pipeline_model import CachePlan, Target
+from pipeline_model import Target
 from timeline import Timeline
 from training.loss import LossTerms, TrainingLoss, rows_loss, teacher_argmax
 

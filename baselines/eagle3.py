@@ -28,14 +28,13 @@ from torch.nn.functional import pad
 from transformers import PreTrainedConfig
 
 from baselines.method import ChainMethod, Flag, Run
+from decoding.nodes import CachePlan, NodeBatch
 from decoding.tree import Node, TokenTree
 from pipeline_inference import Captured, Completed, Decoder, LocalExecutor, Logits, PromptOutput
 from pipeline_model import (
-    CachePlan,
     DraftConfig,
     DraftHead,
     HeadCache,
-    NodeBatch,
     Qwen3_5SpecLayer,
     Qwen3SpecLayer,
     Target,

@@ -23,15 +23,14 @@ from transformers import PreTrainedConfig
 
 from baselines.method import Flag, Method, Run
 from decoding.metrics import Costs, ppsd_costs
+from decoding.nodes import CachePlan, NodeBatch
 from decoding.tree import Node, TokenTree
 from loading.head_values import parse_stage_layers
 from pipeline_inference import Captured, Completed, Decoder, LocalExecutor, PromptOutput
 from pipeline_model import (
-    CachePlan,
     DraftConfig,
     DraftHead,
     HeadCache,
-    NodeBatch,
     Target,
     new_spec_layers,
     split_layers,

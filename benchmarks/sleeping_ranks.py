@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from decoding.nodes import CachePlan, NodeBatch
 from decoding.result import GenerationResult
 from decoding.tree import TokenTree
 from distributed_inference.emulation import exact_sleeps
@@ -28,7 +29,7 @@ from distributed_inference.remote import Pipeline, RemoteExecutor
 from distributed_inference.stages import Setup, StageServer
 from distributed_inference.startup import Group
 from pipeline_inference import Decoder, LocalExecutor
-from pipeline_model import CachePlan, NodeBatch, auto_anchors, layers_available
+from pipeline_model import auto_anchors, layers_available
 
 VOCAB = 1000
 TOKEN, WRONG = 7, 8  # what the target confirms, and what it never does

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.func import functional_call
 
+from decoding.cache import KVMemory, LinearMemory, Place
 from loading.target_config import LINEAR
-from pipeline_model import KVMemory, LinearMemory, Place, SpeculationHead, Target
+from pipeline_model import SpeculationHead, Target
 from script_utils import first_line
 
 

@@ -1,15 +1,92 @@
-"""What the host tells the device in each cycle: the nodes that enter, and what each of them sees."""
+"""Tree nodes on their way through the stages: what the host tells the device of them, and what each of them sees."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline_model import CachePlan, NodeBatch, NodeRow, oldest_seen
+from pipeline_model import Masks, oldest_seen
+
+
+class NodeRow(NamedTuple):
+    """A node as the host knows it: what has to be told to whoever runs the stages."""
+
+    token: int
+    id: int
+    parent: int  # node id of the parent
+    slot: int  # KV slot
+
+
+class NodeBatch(NamedTuple):
+    """The w candidate tokens of one position, which enter stage 0 together and travel together (w = 1 in a chain).
+
+    A batch says all that a stage needs, rollback included: a node sees what its parent sees, and itself. Dropping
+    every batch of rejected nodes is the whole rollback; nothing in a stage has to be restored.
+    """
+
+    position: int  # of every node in the batch
+    ids: tuple[int, ...]  # the w node ids, on the host
+    rows: Tensor  # [w, 4] on the device: a NodeRow for each node
+    mask: Tensor | None = None  # [w, used] bool, the KV slots each node sees; None in a chain: all up to its own
+    window_mask: Tensor | None = None  # [w, used] bool, those within the window; None where the target has no window
+
+    @property
+    def tokens(self) -> Tensor:
+        return self.rows[:, 0]
+
+    @property
+    def nodes(self) -> Tensor:
+        """The node ids, [w]: rows of every memory that has one per node."""
+        return self.rows[:, 1]
+
+    @property
+    def parents(self) -> Tensor:
+        return self.rows[:, 2]
+
+    @property
+    def slots(self) -> Tensor:
+        return self.rows[:, 3]
+
+    def keep(self, rows: Sequence[int], at_rows: Tensor) -> NodeBatch:
+        """The batch with only the given rows, which the device has in `at_rows`."""
+        masks = (None if mask is None else mask[at_rows] for mask in (self.mask, self.window_mask))
+        return NodeBatch(self.position, tuple(self.ids[row] for row in rows), self.rows[at_rows], *masks)
+
+    @property
+    def masks(self) -> Masks:
+        """The masks as decoder layers take them, each [w, 1, 1, used]."""
+        return Masks(*(None if mask is None else mask[:, None, None] for mask in (self.mask, self.window_mask)))
+
+
+SLOT_STEP, NODE_STEP = 512, 32  # capacities of compiled stages grow by these
+
+
+class CachePlan(NamedTuple):
+    """How much memory one generation needs; nothing grows after it is allocated."""
+
+    slots: int  # KV slots: prompt + new tokens, and in a tree one for each live node
+    nodes: int  # node ids that can be alive at once
+    tree: bool  # False: a chain, slot = position, no masks
+    width: int = 1  # nodes that run at once, at most: W, or the tokens of a drafted chain; 0: the prompt alone
+
+    def fits(self, other: CachePlan) -> bool:
+        """Whether memory made for this plan serves the other one as well."""
+        return self.slots >= other.slots and self.nodes >= other.nodes
+
+    def joined(self, other: CachePlan) -> CachePlan:
+        """A plan for either."""
+        return self._replace(slots=max(self.slots, other.slots), nodes=max(self.nodes, other.nodes))
+
+    def in_steps(self) -> CachePlan:
+        """The same, rounded up, so that few generations need another size."""
+        return self._replace(
+            slots=-(-self.slots // SLOT_STEP) * SLOT_STEP, nodes=-(-self.nodes // NODE_STEP) * NODE_STEP
+        )
 
 
 class HostCopies:

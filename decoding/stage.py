@@ -9,16 +9,11 @@ from itertools import groupby, pairwise
 import torch
 from torch import Tensor
 
+from decoding.cache import StageCache
 from decoding.compiled import compiled_layer, compiling, layers_of
+from decoding.nodes import CachePlan, NodeBatch
 from loading.target_config import LINEAR, SLIDING, is_linear_attention
-from pipeline_model import (
-    CachePlan,
-    Masks,
-    NodeBatch,
-    StageCache,
-    Target,
-    layers_available,
-)
+from pipeline_model import Masks, Target, layers_available
 
 
 def partition(target: Target, stage_sizes: Sequence[int], *, compiled: bool = False) -> list[Stage]:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from decoding.compiled import compiled_head_layer, compiled_logits, compiled_projections, compiling, layers_of
-from decoding.nodes import HostCopies
+from decoding.nodes import CachePlan, HostCopies
 from decoding.stage import WARM_UP_RUNS
-from pipeline_model import CachePlan, HeadCache, SpeculationHead, Target
+from pipeline_model import HeadCache, SpeculationHead, Target
 
 
 class DraftRows(NamedTuple):

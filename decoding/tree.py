@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from decoding.nodes import CachePlan, NodeRow
 from decoding.sampling import Verdict
-from pipeline_model import CachePlan, NodeRow
 
 
 @dataclass(slots=True, eq=False)

@@ -24,7 +24,9 @@ import torch
 import transformers
 from transformers import PreTrainedConfig
 
+from decoding.cache import StageCache
 from decoding.compiled import NotCompiled
+from decoding.nodes import CachePlan
 from decoding.sampling import Sampling
 from decoding.stage import Stage
 from distributed_inference.addresses import public_addresses
@@ -67,10 +69,8 @@ from pipeline_inference import (
     check_seed,
 )
 from pipeline_model import (
-    CachePlan,
     HeadConfig,
     SpeculationHead,
-    StageCache,
     Target,
     load_head,
     read_head,

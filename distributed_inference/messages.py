@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
-from pipeline_model import CachePlan, NodeRow
+from decoding.nodes import CachePlan, NodeRow
 
 
 class Kind(IntEnum):

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from decoding.nodes import HostCopies, NodeBoard
+from decoding.nodes import CachePlan, HostCopies, NodeBoard
 from decoding.stage import Stage
 from decoding.tree import Node
 from distributed_inference.emulation import REAL, Pace, at_least, sleep_until
@@ -24,7 +24,7 @@ from distributed_inference.links import Link
 from distributed_inference.messages import Batch, Kind, Start
 from distributed_inference.stages import SPAN_FIELDS, Setup, prompt_chunks, reported_spans
 from pipeline_inference import Captured, Completed, Logits, PromptOutput
-from pipeline_model import CachePlan, Target
+from pipeline_model import Target
 from timeline import WAIT, Timeline, stage_row
 
 

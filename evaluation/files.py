@@ -39,6 +39,7 @@ DECODING_CODE = (
     "pipeline_model.py",
     "pipeline_inference.py",
     "timeline.py",
+    "decoding/cache.py",
     "decoding/compiled.py",
     "decoding/nodes.py",
     "decoding/sampling.py",

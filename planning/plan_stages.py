@@ -23,18 +23,10 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from decoding.nodes import NodeBoard
+from decoding.nodes import CachePlan, NodeBoard, NodeRow
 from decoding.stage import Stage
 from evaluation.files import device_name
-from pipeline_model import (
-    CachePlan,
-    HeadCache,
-    NodeRow,
-    SpeculationHead,
-    Target,
-    load_head,
-    read_checkpoint,
-)
+from pipeline_model import HeadCache, SpeculationHead, Target, load_head, read_checkpoint
 from planning.cost_model import (
     LM_HEAD_PLACES,
     Placement,

@@ -22,13 +22,14 @@ from baselines.ppsd import ppsd_decoder
 from baselines.registry import METHODS
 from decoding import static_head
 from decoding.compiled import NotCompiled, _empty
+from decoding.nodes import SLOT_STEP
 from decoding.sampling import Sampling
 from decoding.stage import StaticForward
 from evaluation.plan import Planner
 from evaluation.workers import Evaluator, TargetOptions
 from loading.target_files import check_compiled
 from pipeline_inference import Decoder, LocalExecutor, SPDDrafter, logit_gap
-from pipeline_model import SLOT_STEP, Target, auto_shallow_layers, save_head
+from pipeline_model import Target, auto_shallow_layers, save_head
 from script_utils import run_script
 from tests.tiny import (
     FAMILIES,

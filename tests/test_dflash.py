@@ -33,9 +33,10 @@ from baselines.dflash import (
 )
 from baselines.dflash_method import DFlashLoss
 from baselines.eagle3 import ChainExecutor
+from decoding.nodes import CachePlan
 from decoding.sampling import Sampling
 from pipeline_inference import Completed, Decoder, LocalExecutor, Logits, PromptOutput
-from pipeline_model import CachePlan, load_head, save_head
+from pipeline_model import load_head, save_head
 from tests.tiny import VOCAB, hf_greedy, layer_outputs, oracle, random_prompt, tiny_target
 from tests.tiny_baselines import shadow, tiny_dflash, tiny_eagle3
 from timeline import Timeline

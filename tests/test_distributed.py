@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from decoding.compiled import compiled_logits
+from decoding.nodes import CachePlan, NodeRow
 from decoding.sampling import Sampling
 from decoding.stage import Stage, StaticForward
 from distributed_inference import stages
@@ -22,7 +23,7 @@ from distributed_inference.remote import Pipeline, RemoteExecutor
 from distributed_inference.stages import PREFILL_CHUNK, Setup, StageServer, prompt_chunks
 from distributed_inference.startup import Group
 from pipeline_inference import Decoder, LocalExecutor, SPDDrafter
-from pipeline_model import CachePlan, NodeRow, Target
+from pipeline_model import Target
 from tests.ranks import ranks
 from tests.tiny import (
     FAMILIES,

@@ -12,12 +12,12 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.models.qwen3_5.modeling_qwen3_5 import apply_rotary_pos_emb as apply_partial_rotary_pos_emb
 
 import pipeline_model
+from decoding.nodes import CachePlan
 from decoding.stage import partition
 from loading.checkpoint_files import CHECKPOINT_NAME
 from loading.head_values import parse_stage_layers
 from pipeline_inference import Decoder, LocalExecutor, SPDDrafter
 from pipeline_model import (
-    CachePlan,
     HeadCache,
     HeadConfig,
     Target,

@@ -10,10 +10,10 @@ from functools import lru_cache
 import pytest
 import torch
 
+from decoding.nodes import CachePlan
 from decoding.tree import Node
 from loading.target_config import is_linear_attention
 from pipeline_inference import LocalExecutor
-from pipeline_model import CachePlan
 from tests.tiny import (
     WINDOW,
     hf_greedy,

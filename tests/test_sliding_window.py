@@ -13,12 +13,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from baselines.eagle3 import eagle3_decoder
 from baselines.ppsd import ppsd_decoder
 from baselines.prompt_lookup import PromptLookup
-from decoding.nodes import NodeBoard
+from decoding.nodes import CachePlan, NodeBoard, NodeRow
 from decoding.sampling import Sampling
 from decoding.stage import Stage
 from loading.target_config import check_supported, layer_types
 from pipeline_inference import LocalExecutor, check_attention
-from pipeline_model import CachePlan, Masks, NodeRow, window_mask
+from pipeline_model import Masks, window_mask
 from tests import tiny
 from tests.tiny import (
     WINDOW,

@@ -18,18 +18,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from decoding.cache import KVMemory, LinearMemory, Place, linear_states
 from pipeline_inference import Sampling
 from pipeline_model import (
     LINEAR,
     SLIDING,
-    KVMemory,
-    LinearMemory,
     Masks,
-    Place,
     Target,
     causal_mask,
     head_dim,
-    linear_states,
     oldest_seen,
     window_mask,
 )

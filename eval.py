@@ -38,14 +38,18 @@ from evaluation.prompts import digest_prompts
 from evaluation.summary_page import write_summary_page
 from evaluation.workers import Task, Workers
 from loading.chat_template import add_template_flags
-from loading.target_files import QUANTIZATIONS
+from loading.flags import (
+    COUNT,
+    add_compile_flag,
+    add_dtype_flag,
+    add_loading_flags,
+    add_quantization_flag,
+    add_sampling_flags,
+)
 from loading.tokenizer import print_unused_settings
-from pipeline_inference import add_compile_argument
-from pipeline_model import ATTN_IMPLEMENTATIONS
 from script_utils import (
     Parser,
     Switch,
-    add_dtype_argument,
     atomic_open,
     check_output_file,
     lock_folder,
@@ -64,22 +68,18 @@ def build_parser() -> Parser:
     )
     model.add_argument("--method", default="spd", choices=list(METHODS), help="how to decode")
     model.add_argument("--spec_head_ckpt", nargs="+", default=[], help="its head checkpoints, files or folders")
-    add_dtype_argument(model)
-    model.add_argument("--attn_implementation", default="sdpa", choices=ATTN_IMPLEMENTATIONS, help="attention kernels")
-    model.add_argument("--quantization", choices=QUANTIZATIONS, help="quantise the target's weights while loading")
-    add_compile_argument(model)
-    model.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
+    add_dtype_flag(model)
+    add_loading_flags(model)
+    add_quantization_flag(model)
+    add_compile_flag(model)
     data = parser.add_argument_group("data")
     data.add_argument("--data_dir", type=Path, default=Path(__file__).parent / "eval_data", help="data sets")
     data.add_argument("--datasets", nargs="+", help="folders there; unset: the official sets, or else the demo's")
-    data.add_argument("--prompts_per_dataset", type=int, help="the first so many prompts of each; unset: all")
+    data.add_argument("--prompts_per_dataset", type=COUNT, help="the first so many prompts of each; unset: all")
     add_template_flags(data)
     decoding = parser.add_argument_group("decoding (* takes several values: one run for every combination)")
     decoding.add_argument("--max_new_tokens", type=int, default=512, help="new tokens at most")
-    decoding.add_argument("--temperature", type=float, nargs="+", default=[0.0], help="* 0: greedy")
-    decoding.add_argument("--top_k", type=int, default=0, help="0: off")
-    decoding.add_argument("--top_p", type=float, default=1.0, help="1: off")
-    decoding.add_argument("--seed", type=int, default=0, help="of every random draw")
+    add_sampling_flags(decoding, nargs="+", temperature="* 0: greedy")
     own = parser.add_argument_group("flags of some methods (* as above)")
     add_method_flags(own, "decoding_flags")
     baseline = parser.add_argument_group("baseline: the target alone")

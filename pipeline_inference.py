@@ -42,27 +42,21 @@ from decoding.static_head import DraftRows, StaticHead
 from decoding.text import TextStream, paint
 from decoding.tree import Node, TokenTree, living
 from loading.chat_template import add_template_flags, check_template_flags, use_template
-from loading.target_config import default_target_path, load_target_config
-from loading.target_files import QUANTIZATIONS, check_attention_kernels, check_compiled
-from loading.tokenizer import encode_prompt, load_tokenizer, print_unused_settings, token_ids
-from pipeline_model import (
-    ATTN_IMPLEMENTATIONS,
-    HeadCache,
-    SpeculationHead,
-    Target,
-    read_checkpoint,
-    read_head,
-)
-from script_utils import (
-    Parser,
-    Switch,
-    add_dtype_argument,
-    check_output_file,
-    quiet_libraries,
+from loading.flags import (
+    add_compile_flag,
+    add_device_flag,
+    add_dtype_flag,
+    add_loading_flags,
+    add_quantization_flag,
+    add_sampling_flags,
     resolve_device,
     resolve_dtype,
-    run_script,
 )
+from loading.target_config import default_target_path, load_target_config
+from loading.target_files import check_attention_kernels, check_compiled
+from loading.tokenizer import encode_prompt, load_tokenizer, print_unused_settings, token_ids
+from pipeline_model import HeadCache, SpeculationHead, Target, read_checkpoint, read_head
+from script_utils import Parser, Switch, check_output_file, quiet_libraries, run_script
 from timeline import DRAFT, VERIFY, WAIT, Span, Timeline, stage_index, stage_row, time_table, write_trace
 from viewer.page import Setting, run_of, write_page
 from viewer.recording import Recorder, Recording, RowsSeen
@@ -337,11 +331,10 @@ class SPDDrafter:
             self._features[node.id] = features[node.position]
         # Behind the first generated token, at distance 1, stands the last token of the prompt.
         staying = prompt_length if self.use_deepest else max(0, prompt_length - self._num_stages + 1)
-        cos, sin = self.target.rope(staying)
         for begin in range(0, staying, self.PREFILL_CHUNK):
             part = slice(begin, min(begin + self.PREFILL_CHUNK, staying))
             rows = self.head.shown_rows(self._types[-1], features[part])
-            self.head.forward_rows(rows, (cos[:, part], sin[:, part]), self._cache)
+            self.head.forward_rows(rows, self.target.rope(part.stop, part.start), self._cache)
             self._cache.length = part.stop
 
     def _allocate(self, plan: CachePlan) -> None:
@@ -845,17 +838,10 @@ def add_model_arguments(parser: Parser) -> argparse._ArgumentGroup:
     """The target's flags. Returns their group, for more of them."""
     model = parser.add_argument_group("model")
     model.add_argument("--base_model_path", help="target: a folder or a hub id; unset: the head's own")
-    add_dtype_argument(model)
-    model.add_argument("--attn_implementation", default="sdpa", choices=ATTN_IMPLEMENTATIONS, help="attention kernels")
-    add_compile_argument(model)
-    model.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
+    add_dtype_flag(model)
+    add_loading_flags(model)
+    add_compile_flag(model)
     return model
-
-
-def add_compile_argument(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--compile", action="store_true", help="compiled layers, on GPUs as CUDA graphs; for the target alone, too"
-    )
 
 
 def add_decoding_arguments(parser: Parser, nargs: int | str | None = None) -> argparse._ArgumentGroup:
@@ -863,18 +849,14 @@ def add_decoding_arguments(parser: Parser, nargs: int | str | None = None) -> ar
 
     nargs: as argparse has it, of --temperature and --draft_top_k; None: one value, and no list.
     """
-    several = {} if nargs is None else {"nargs": nargs}
+    width = {"default": 1} if nargs is None else {"default": [1], "nargs": nargs}
     text = parser.add_argument_group("text")
     add_template_flags(text)
     text.add_argument("--max_new_tokens", type=int, default=100, help="new tokens at most")
     sampling = parser.add_argument_group("sampling (neutral by default; the same with and without a head)")
-    temperature, width = (0.0, 1) if nargs is None else ([0.0], [1])
-    sampling.add_argument("--temperature", type=float, default=temperature, help="0: greedy", **several)
-    sampling.add_argument("--top_k", type=int, default=0, help="0: off")
-    sampling.add_argument("--top_p", type=float, default=1.0, help="1: off")
-    sampling.add_argument("--seed", type=int, default=0, help="of every random draw")
+    add_sampling_flags(sampling, nargs)
     spd = parser.add_argument_group("pipeline")
-    spd.add_argument("--draft_top_k", type=int, default=width, help="W, width of the draft tree; 1: a chain", **several)
+    spd.add_argument("--draft_top_k", type=int, help="W, width of the draft tree; 1: a chain", **width)
     spd.add_argument("--verify_lag", type=int, default=0, choices=[0, 1], help="1: verify beside the next cycle")
     spd.add_argument("--verify", action=Switch, default=True, help="off: accept every draft (debugging)")
     spd.add_argument("--use_deepest", action=Switch, help="as the head was trained, unless set")
@@ -904,8 +886,8 @@ def build_parser() -> Parser:
     parser = Parser(description="Speculative pipeline decoding beside standard generation, prompt by prompt.")
     model = add_model_arguments(parser)
     model.add_argument("--spec_head_ckpt", help="head checkpoint (file or folder); omitted: standard generation alone")
-    model.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    model.add_argument("--quantization", choices=QUANTIZATIONS, help="quantise the target's weights while loading")
+    add_device_flag(model)
+    add_quantization_flag(model)
     pipeline = add_decoding_arguments(parser)
     pipeline.add_argument("--pipeline_first", action="store_true", help="run the pipeline before standard generation")
     pipeline.add_argument("--profile_timing", action=Switch, default=False, help="print where a cycle's time goes")

@@ -73,9 +73,6 @@ from loading.target_files import (
 )
 from script_utils import atomic_open, listed
 
-ATTN_IMPLEMENTATIONS = ("sdpa", "eager", "flash_attention_2")
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Depth, stage and type: pure functions, shared by training, decoding and planning
 # ---------------------------------------------------------------------------------------------------------------------
@@ -690,13 +687,17 @@ class Target:
             eos = self.config.eos_token_id
         return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
 
-    def rope(self, length: int) -> tuple[Tensor, Tensor]:
-        """Rotary cosines and sines of positions 0 .. at least length - 1, each [1, >= length, D_rot]."""
-        if self._rope is None or self._rope[0].shape[1] < length:
-            positions = torch.arange(-(-length // 1024) * 1024, device=self.device)[None]
+    def rope(self, stop: int, start: int = 0, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
+        """Rotary cosines and sines of positions start .. stop - 1, each [1, stop - start, D_rot].
+
+        They are on `device`, or on the target's own; the tables are kept and grow with the longest request.
+        """
+        if self._rope is None or self._rope[0].shape[1] < stop:
+            positions = torch.arange(-(-stop // 1024) * 1024, device=self.device)[None]
             like = torch.empty(1, dtype=self.dtype, device=self.device)
             self._rope = self._rotary(like, positions)
-        return self._rope
+        cos, sin = (table[:, start:stop] for table in self._rope)
+        return (cos, sin) if device is None else (cos.to(device), sin.to(device))
 
     def embed(self, tokens: Tensor) -> Tensor:
         """h_0 of token ids: [...] -> [..., H]."""
@@ -728,8 +729,7 @@ class Target:
 
         Returns the last layer's output and the anchors that these layers produce, {b: h_b}, before any final norm.
         """
-        cos, sin = self.rope(positions.stop)
-        rope = cos[:, positions], sin[:, positions]
+        rope = self.rope(positions.stop, positions.start)
         masks = self.attention_masks(masks, hidden.dtype)
         mask_of = {FULL: masks.full, SLIDING: masks.window, LINEAR: masks.linear}
         captured = {}

@@ -12,7 +12,6 @@ import errno
 import fcntl
 import io
 import json
-import math
 import os
 import re
 import secrets
@@ -29,12 +28,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-import torch
 from huggingface_hub.utils import logging as hub_logging
 from transformers.utils import logging
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}  # short -> long
 RECORDED_PACKAGES = ("torch", "transformers", "accelerate", "datasets", "numpy")
 # What a disk can answer to a write, and a user can mend.
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG, errno.ENAMETOOLONG, errno.ELOOP}
@@ -97,54 +93,11 @@ def is_text(text: str) -> bool:
     return True
 
 
-def dtype_name(text: str) -> str:
-    """The name of a data type as flags have it, for `type=`: bf16 is bfloat16. Other texts are left to `choices=`."""
-    return DTYPE_NAMES.get(text, text)
-
-
-def add_dtype_argument(group: argparse._ArgumentGroup, auto: str = "auto: float32 on a CPU, or bfloat16") -> None:
-    """The flag --dtype, for `resolve_dtype` or, where `auto` says so, `fastest_dtype`."""
-    group.add_argument(
-        "--dtype",
-        type=dtype_name,
-        default="auto",
-        choices=["auto", *DTYPES],
-        help=f"{auto}; fp32, bf16, fp16 and half work, too",
-    )
-
-
 def not_empty(text: str) -> str:
     """An argparse type: text as typed, unless there is none."""
     if not text.strip():
         raise argparse.ArgumentTypeError("the value is empty (an unset shell variable?)")
     return text
-
-
-def number(kind: type, low: float, high: float = math.inf, *, above: bool = False) -> Callable[[str], float]:
-    """An argparse type: an int or float in [low, high], or in (low, high] when `above`."""
-    bound = f"{'above' if above else 'at least'} {low}" + ("" if high == math.inf else f" and at most {high}")
-
-    def parse(text: str) -> float:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = math.nan
-        if not low <= value <= high or (above and value == low) or value == math.inf:
-            raise argparse.ArgumentTypeError(f"{text!r} is not {'an integer' if kind is int else 'a number'} {bound}")
-        return value
-
-    return parse
-
-
-def integers(text: str) -> tuple[int, ...]:
-    """An argparse type: "2,3,6"."""
-    try:
-        return tuple(int(item) for item in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of integers such as 2,3,6") from None
-
-
-COUNT, POSITIVE, NATURAL = number(int, 1), number(float, 0, above=True), number(int, 0)
 
 
 WORDS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
@@ -251,35 +204,6 @@ def quiet_libraries() -> None:
         logging.disable_progress_bar()
 
 
-def resolve_device(name: str) -> torch.device:
-    """A torch device from a flag: "auto" is CUDA where there is one. ValueError for one that is not there."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
-        raise ValueError(f"--device is {name!r}: use auto, cpu, cuda or cuda:N")
-    device = torch.device(name)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        count = torch.cuda.device_count()
-        raise ValueError(f"--device is {name!r}, but this machine has {count} CUDA devices: use auto or cpu")
-    return device
-
-
-def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The data type of a flag; "auto" is float32 on a CPU and bfloat16 elsewhere."""
-    automatic = "float32" if device.type == "cpu" else "bfloat16"
-    return DTYPES[automatic if name == "auto" else name]
-
-
-def native_bfloat16(device: torch.device) -> bool:
-    """Whether the device has bfloat16 matrix kernels; torch falls back to slow ones on a CPU without."""
-    return device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
-
-
-def fastest_dtype(name: str, device: torch.device) -> str:
-    """The name of a flag's data type; "auto" is bfloat16 where the device has kernels for it, else float32."""
-    return name if name != "auto" else "bfloat16" if native_bfloat16(device) else "float32"
-
-
 def first_line(error: Exception, most: int = 200) -> str:
     """The first line of an error's message, at most so many characters; the class name where there is no message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:most]
@@ -297,6 +221,22 @@ def read_text(path: str | Path) -> str:
     """A text file in UTF-8, UTF-16 or UTF-32, without its byte order mark. UnicodeDecodeError for anything else."""
     content = Path(path).read_bytes()
     return content.decode(text_encoding(content)).removeprefix("\ufeff")
+
+
+def json_lines(text: str | bytes, where: str, *, broken: str = "") -> Iterator[tuple[int, Any]]:
+    """The value of each line of JSON, with the line's number from 1; blank lines have none.
+
+    Lines end with a line feed alone, as texts may have U+2028 in them. ValueError names the line that is no JSON, and
+    says `broken` of it, or what the parser says.
+    """
+    for number, line in enumerate(text.split("\n" if isinstance(text, str) else b"\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{where}, line {number}{f' {broken}' if broken else f': {error}'}") from None
+        yield number, value
 
 
 def shown(value: object, most: int = 80) -> str:
@@ -598,6 +538,12 @@ def write_json(path: str | Path, value: Any) -> None:
     text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
     with atomic_open(path) as file:
         file.write(text + "\n")
+
+
+def save_figure(figure: Any, path: str | Path) -> None:
+    """Write a matplotlib figure as PNG, atomically."""
+    with atomic_open(path, "wb") as file:
+        figure.savefig(file, dpi=120, format="png")
 
 
 def markdown_table(heads: Iterable[object], lines: Iterable[Iterable[object]]) -> str:

@@ -44,12 +44,21 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from loading.chat_template import add_template_flags, check_template_flags, use_template
 from loading.checkpoint_files import CHECKPOINT_NAME, read_payload
+from loading.flags import (
+    ATTN_IMPLEMENTATIONS,
+    COUNT,
+    NATURAL,
+    POSITIVE,
+    add_loading_flags,
+    add_quantization_flag,
+    bounded,
+    integers,
+)
 from loading.head_values import parse_shallow_layers, parse_stage_layers
 from loading.target_config import load_target_config
-from loading.target_files import QUANTIZATIONS, check_attention_kernels, check_target_weights, quantization_of
+from loading.target_files import check_attention_kernels, check_target_weights, quantization_of
 from loading.tokenizer import load_tokenizer
 from pipeline_model import (
-    ATTN_IMPLEMENTATIONS,
     DraftHead,
     HeadConfig,
     SpeculationHead,
@@ -61,16 +70,11 @@ from pipeline_model import (
     split_layers,
 )
 from script_utils import (
-    COUNT,
-    NATURAL,
-    POSITIVE,
     Parser,
     Switch,
     check_output_folder,
     first_line,
-    integers,
     lock_folder,
-    number,
     quiet_libraries,
     read_text,
     room_for,
@@ -133,10 +137,9 @@ def build_parser() -> Parser:
 def add_target_flags(parser: Parser, attention: Sequence[str]) -> None:
     model = parser.add_argument_group("target")
     model.add_argument("--model_name", required=True, help="target model: a folder or a hub id")
-    model.add_argument("--attn_implementation", default="sdpa", choices=attention, help="attention kernels")
-    model.add_argument("--quantization", choices=QUANTIZATIONS, help="quantise the target's weights while loading")
+    add_loading_flags(model, attention)
+    add_quantization_flag(model)
     model.add_argument("--device_map", choices=["auto"], help="auto: spread the target over a process's GPUs")
-    model.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
 
 
 def add_data_flags(parser: Parser) -> None:
@@ -144,14 +147,14 @@ def add_data_flags(parser: Parser) -> None:
     data.add_argument("--data_path", required=True, action="append", help="file, folder or hub id:split; repeatable")
     add_template_flags(data)
     data.add_argument(
-        "--max_length", type=number(int, 2), help="tokens of an example at most; default: 2048, or the target's limit"
+        "--max_length", type=bounded(int, 2), help="tokens of an example at most; default: 2048, or the target's limit"
     )
     data.add_argument(
         "--max_length_overflow", default="discard", choices=OVERFLOW_POLICIES, help="what happens to longer ones"
     )
     data.add_argument("--min_length", type=COUNT, default=10, help="tokens; shorter examples are left out")
     data.add_argument("--mask_assistant", action=Switch, default=True, help="learn assistant text only")
-    data.add_argument("--val_fraction", type=number(float, 0, 0.5), default=0.01, help="conversations held out")
+    data.add_argument("--val_fraction", type=bounded(float, 0, 0.5), default=0.01, help="conversations held out")
     data.add_argument("--val_examples", type=COUNT, default=128, help="held-out examples used at most")
     data.add_argument("--num_proc", type=COUNT, default=1, help="processes that tokenise")
     data.add_argument("--cache_dir", help="folder of the tokenised data; default: in the cache of datasets")
@@ -218,7 +221,7 @@ def add_head_flags(parser: Parser) -> None:
 
     head.add_argument(
         "--fill_alpha",
-        type=number(float, 0, 1, above=True),
+        type=bounded(float, 0, 1, above=True),
         help="train on fills F as decoding meets them: drawn with weight alpha^(F-1), counted from the newest token; "
         "default: the paper's, half full, half even, counted from each row",
     )
@@ -236,7 +239,9 @@ def add_replay_flags(parser: Parser) -> None:
     )
     rows.add_argument("--trace", choices=TRACES, help="replay: which drafts count as accepted; default: replay")
     rows.add_argument(
-        "--trace_temperature", type=number(float, 0), help="replay: of texts that do not say theirs; default: 0, greedy"
+        "--trace_temperature",
+        type=bounded(float, 0),
+        help="replay: of texts that do not say theirs; default: 0, greedy",
     )
     rows.add_argument("--reject_weight", type=POSITIVE, help="replay: weight of rejected drafts; default: 1")
     rows.add_argument("--value_weight", action=Switch, help="replay: weigh drafts by what accepting them adds")
@@ -247,7 +252,7 @@ def add_replay_flags(parser: Parser) -> None:
         "none",
     )
     rows.add_argument("--loss", default="kl", choices=LOSS_KINDS, help="tv: 1 - acceptance; lk: between the two")
-    rows.add_argument("--loss_eta", type=number(float, 0), help="lk: the larger, the sooner tv takes over; default: 3")
+    rows.add_argument("--loss_eta", type=bounded(float, 0), help="lk: the larger, the sooner tv takes over; default: 3")
 
 
 def add_optimisation_flags(parser: Parser) -> None:
@@ -262,12 +267,12 @@ def add_optimisation_flags(parser: Parser) -> None:
     steps.add_argument("--lr_adamw", type=POSITIVE, help="with muon: of lm_head, norms and vectors; default: lr / 2")
     steps.add_argument(
         "--lm_head_lr_scale",
-        type=number(float, 0),
+        type=bounded(float, 0),
         help="factor of the learning rate of lm_head; 0: frozen; default: 1",
     )
     steps.add_argument("--lr_scheduler", default="linear", choices=SCHEDULES, help="shape after the warm-up")
     steps.add_argument("--warmup_steps", type=NATURAL, default=100, help="of linear warm-up")
-    steps.add_argument("--weight_decay", type=number(float, 0), default=0.0, help="of the matrices")
+    steps.add_argument("--weight_decay", type=bounded(float, 0), default=0.0, help="of the matrices")
     steps.add_argument("--max_grad_norm", type=POSITIVE, default=1.0, help="gradients are clipped to this norm")
     steps.add_argument("--temperature", type=POSITIVE, default=1.0, help="tau of the distillation loss")
     steps.add_argument(

@@ -225,7 +225,7 @@ def packed_blocks(head: DFlashHead, target: Target, features: Tensor, blocks: Bl
     context = head.context(features[:, :, 1:])
     sequences, anchors = (torch.from_numpy(array).to(features.device) for array in blocks)
     rows = head.block_inputs(features[sequences, anchors, 0], target, block_size).flatten(0, 1)[None]
-    cos, sin = (table.to(features.device) for table in target.rope(length + block_size))
+    cos, sin = target.rope(length + block_size, device=features.device)
     positions = (anchors[:, None] + torch.arange(block_size, device=anchors.device)).flatten()
     own_rope, context_rope = (cos[:, positions], sin[:, positions]), (cos[:, :length], sin[:, :length])
     for layer in head.spec_layers:
@@ -435,10 +435,10 @@ class DFlashDrafter:
     def start(self, plan: CachePlan, features: Tensor, path: Sequence[Node]) -> None:
         self._cache = HeadCache(self.head, plan.slots + self.block_size)
         length, count = len(features), len(self.head.config.anchors)
-        cos, sin = self.target.rope(length)
+        rope = self.target.rope(length)
         context = self.head.context(features[:, 1:count])[None]
         for index, layer in enumerate(self.head.spec_layers):
-            self._cache.write(index, *layer.keys_values(context, (cos[:, :length], sin[:, :length])))
+            self._cache.write(index, *layer.keys_values(context, rope))
         self._cache.length = length
 
     def enter(self, nodes: Sequence[Node], h0: Tensor) -> None:
@@ -457,9 +457,7 @@ class DFlashDrafter:
         """Take the tokens before the anchor into the context; logits of the slots 1 .. B - 1."""
         first, stop = self._cache.length, anchor + self.block_size
         context = self._context(anchor - first)[None]
-        cos, sin = self.target.rope(stop)
-        rope = cos[:, first:stop], sin[:, first:stop]
-        own_rope = cos[:, anchor:stop], sin[:, anchor:stop]
+        rope, own_rope = self.target.rope(stop, first), self.target.rope(stop, anchor)
         rows = self.head.block_inputs(self._known, self.target, self.block_size)
         for index, layer in enumerate(self.head.spec_layers):
             normed = layer.input_layernorm(rows)

@@ -34,10 +34,11 @@ from baselines.draft_opd import RolloutSettings, opd_loss, padded, roll_out
 from baselines.method import Flag, Method, Run
 from decoding.metrics import Costs, block_costs
 from decoding.sampling import Sampling
+from loading.flags import COUNT, POSITIVE, bounded
 from loading.tokenizer import load_tokenizer
 from pipeline_inference import Decoder
 from pipeline_model import Target
-from script_utils import COUNT, POSITIVE, Switch, number
+from script_utils import Switch
 from training.head_loss import DraftLoss
 from training.loss import TrainingLoss
 
@@ -112,8 +113,8 @@ class DraftOPDLoss(DFlashLoss):
 OPD_FLAGS = (
     Flag("opd", "Draft-OPD: decode each example's first question anew, and learn there", False, {"action": Switch}),
     Flag("opd_rejected", "with --opd: learn from the drafts after a rejected one, too", True, {"action": Switch}),
-    Flag("opd_tokens", "with --opd: tokens of a reply at most", 256, {"type": number(int, 2)}),
-    Flag("opd_temperature", "with --opd: of the target's replies; 0 is greedy", 0.0, {"type": number(float, 0)}),
+    Flag("opd_tokens", "with --opd: tokens of a reply at most", 256, {"type": bounded(int, 2)}),
+    Flag("opd_temperature", "with --opd: of the target's replies; 0 is greedy", 0.0, {"type": bounded(float, 0)}),
 )
 
 
@@ -123,7 +124,7 @@ class DFlash(Method):
     config_class = DFlashConfig
     trained_here = True
     training_flags = (
-        Flag("block_size", "B, a known token and those drafted at once", BLOCK_SIZE, {"type": number(int, 2)}),
+        Flag("block_size", "B, a known token and those drafted at once", BLOCK_SIZE, {"type": bounded(int, 2)}),
         Flag("num_spec_layers", "layers of the drafter", NUM_LAYERS, {"type": COUNT}),
         Flag("num_taps", "C, hidden states of the target that a token shows", NUM_TAPS, {"type": COUNT}),
         Flag("num_anchors", "A, blocks per example and pass at most", NUM_ANCHORS, {"type": COUNT}),

@@ -30,6 +30,7 @@ from transformers import PreTrainedConfig
 from baselines.method import ChainMethod, Flag, Run
 from decoding.nodes import CachePlan, NodeBatch
 from decoding.tree import Node, TokenTree
+from loading.flags import COUNT, POSITIVE
 from pipeline_inference import Captured, Completed, Decoder, LocalExecutor, Logits, PromptOutput
 from pipeline_model import (
     DraftConfig,
@@ -42,7 +43,6 @@ from pipeline_model import (
     grouped_attention,
     spec_layer_style,
 )
-from script_utils import COUNT, POSITIVE
 from timeline import Timeline, stage_row
 from training.forward import QUERY_CHUNK
 from training.head_loss import DraftLoss
@@ -153,12 +153,11 @@ def unrolled_outputs(head: Eagle3Head, target: Target, features: Tensor, steps: 
     (layer,) = head.spec_layers
     states = dict(zip(head.config.anchors, features.unbind(2), strict=True))
     embedding, hidden, length = states[0], head.fuse(states), features.shape[1]
-    cos, sin = (table.to(features.device) for table in target.rope(length + steps))
     keys, values = [], []
     for step in range(steps):
         embedding = pad(embedding[:, 1:], (0, 0, 0, 1))  # rows whose token lies past the end predict nothing
         pairs = torch.cat([embedding, hidden], dim=-1)
-        rope = cos[:, step : step + length], sin[:, step : step + length]
+        rope = target.rope(step + length, step, features.device)
         normed = layer.input_layernorm(pairs)
         key, value = layer.keys_values(normed, rope)
         keys.append(key)
@@ -297,9 +296,8 @@ class Eagle3Drafter:
         """Rows from `first` on, one for each feature [R, H]; what the cache held there and beyond is forgotten."""
         stop = first + len(features)
         pairs = torch.cat([self._embeddings[first + 1 : stop + 1], features], dim=-1)
-        cos, sin = self.target.rope(stop)
         self._cache.length = first
-        rope = cos[:, first:stop], sin[:, first:stop]
+        rope = self.target.rope(stop, first)
         self._output = self.head.forward_rows(pairs[None], rope, self._cache, outputs=outputs)
 
 

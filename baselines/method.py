@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig
 
 from decoding.metrics import Costs, chain_costs
 from decoding.sampling import Sampling
+from loading.flags import COUNT
 from pipeline_inference import Decoder, check_attention, check_limits
 from pipeline_model import DraftConfig, DraftHead, Target
 from training.head_loss import DraftLoss
@@ -177,7 +178,7 @@ class Method:
 class ChainMethod(Method):
     """A method that drafts m tokens in a row, each from the one before, and then runs the whole target over them."""
 
-    decoding_flags = (Flag("num_steps", "m, drafts in a row", [7], {"type": int, "nargs": "+"}),)
+    decoding_flags = (Flag("num_steps", "m, drafts in a row", [7], {"type": COUNT, "nargs": "+"}),)
 
     def lengths(self, args: argparse.Namespace) -> Sequence[int]:
         """The lengths of chains that are asked for."""

@@ -25,6 +25,7 @@ from baselines.method import Flag, Method, Run
 from decoding.metrics import Costs, ppsd_costs
 from decoding.nodes import CachePlan, NodeBatch
 from decoding.tree import Node, TokenTree
+from loading.flags import COUNT, POSITIVE, bounded
 from loading.head_values import parse_stage_layers
 from pipeline_inference import Captured, Completed, Decoder, LocalExecutor, PromptOutput
 from pipeline_model import (
@@ -35,7 +36,7 @@ from pipeline_model import (
     new_spec_layers,
     split_layers,
 )
-from script_utils import COUNT, POSITIVE, Switch, number
+from script_utils import Switch
 from timeline import Timeline, stage_row
 from training.head_loss import DraftLoss, ReplayLoss
 from training.loss import LossTerms, TrainingLoss, distillation_loss, supervised_places
@@ -114,10 +115,7 @@ class PPSDDrafter:
     def _run(self, rows: Tensor, first: int, outputs: int) -> Tensor:
         """Rows [R, H] at positions from `first` on; what the cache held there and beyond was rolled back."""
         self._cache.length, stop = first, first + len(rows)
-        cos, sin = self.target.rope(stop)
-        return self.head.forward_rows(
-            rows[None], (cos[:, first:stop], sin[:, first:stop]), self._cache, outputs=outputs
-        )
+        return self.head.forward_rows(rows[None], self.target.rope(stop, first), self._cache, outputs=outputs)
 
 
 def ppsd_decoder(
@@ -167,7 +165,7 @@ class PPSDLoss(DraftLoss):
 def causal_outputs(head: PPSDHead, target: Target, rows: Tensor, selected: tuple[Tensor, Tensor]) -> Tensor:
     """The drafter's outputs before the final norm at the selected (batch, position) pairs: [B, S, H] -> [P, H]."""
     length = rows.shape[1]
-    rope = tuple(table[:, :length].to(rows.device) for table in target.rope(length))
+    rope = target.rope(length, device=rows.device)
     for layer in head.spec_layers:
         normed = layer.input_layernorm(rows)
         keys, values = layer.keys_values(normed, rope)
@@ -194,7 +192,7 @@ class PPSD(Method):
         Flag("num_spec_layers", "layers of the drafter", 1, {"type": COUNT}),
         Flag("rows", "replay: learn from the drafts that decoding verifies", "staircase", {"choices": ROWS}),
         Flag("trace", "replay: which drafts count as accepted; replay", settings={"choices": TRACES}),
-        Flag("trace_temperature", "replay: of texts that do not say theirs; 0", settings={"type": number(float, 0)}),
+        Flag("trace_temperature", "replay: of texts that do not say theirs; 0", settings={"type": bounded(float, 0)}),
         Flag("reject_weight", "replay: weight of rejected drafts; 1", settings={"type": POSITIVE}),
         Flag("value_weight", "replay: weigh drafts by what accepting them adds", settings={"action": Switch}),
     )

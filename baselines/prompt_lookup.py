@@ -21,6 +21,7 @@ from baselines.method import ChainMethod, Flag, Run
 from decoding.metrics import Costs
 from decoding.result import GenerationResult
 from decoding.sampling import Sampling
+from loading.flags import COUNT
 from loading.target_config import is_linear_attention
 from loading.tokenizer import token_ids
 from pipeline_inference import check_length, check_limits
@@ -152,7 +153,7 @@ class PromptLookupMethod(ChainMethod):
     name, title = "prompt_lookup", "prompt lookup"
     code = ("baselines/prompt_lookup.py",)
     compiles = False
-    decoding_flags = (Flag("prompt_lookup_num_tokens", "drafts in a row at most", [10], {"type": int, "nargs": "+"}),)
+    decoding_flags = (Flag("prompt_lookup_num_tokens", "drafts in a row at most", [10], {"type": COUNT, "nargs": "+"}),)
 
     def lengths(self, args: argparse.Namespace) -> Sequence[int]:
         return args.prompt_lookup_num_tokens

@@ -22,7 +22,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import train
 from baselines.registry import METHODS, add_method_flags, check_owners, with_defaults
-from pipeline_model import ATTN_IMPLEMENTATIONS, DraftConfig, Target
+from loading.flags import ATTN_IMPLEMENTATIONS
+from pipeline_model import DraftConfig, Target
 from script_utils import Parser, quiet_libraries, run_script
 from training.head_loss import DraftLoss
 

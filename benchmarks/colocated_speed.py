@@ -28,19 +28,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from decoding.sampling import Sampling
 from distributed_inference.launch import Checked, Lead, RankParser, RankProcess, add_arguments
+from loading.flags import COUNT, DTYPES, dtype_name, resolve_dtype
 from loading.tokenizer import encode_prompt, load_tokenizer
 from pipeline_inference import Decoder, LocalExecutor, shared_length
 from pipeline_model import Target
-from script_utils import (
-    DTYPES,
-    Parser,
-    dtype_name,
-    git_commit,
-    markdown_table,
-    quiet_libraries,
-    resolve_dtype,
-    run_script,
-)
+from script_utils import Parser, git_commit, markdown_table, quiet_libraries, run_script
 
 CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
 
@@ -56,9 +48,9 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--dtype", type=dtype_name, default="float32", choices=DTYPES, help="of target and head, in all three"
     )
-    parser.add_argument("--max_new_tokens", type=int, default=64, help="new tokens of a prompt at most")
-    parser.add_argument("--num_prompts", type=int, default=6, help="the first so many prompts")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds; the three take turns within each")
+    parser.add_argument("--max_new_tokens", type=COUNT, default=64, help="new tokens of a prompt at most")
+    parser.add_argument("--num_prompts", type=COUNT, default=6, help="the first so many prompts")
+    parser.add_argument("--rounds", type=COUNT, default=3, help="rounds; the three take turns within each")
     parser.add_argument("--cores", type=int, nargs=2, default=[0, 1], help="the two cores")
     return parser
 
@@ -155,8 +147,6 @@ def measure(args: argparse.Namespace, prompts: list[list[int]]) -> dict[str, lis
 
 
 def main(args: argparse.Namespace) -> None:
-    if args.rounds < 1 or args.num_prompts < 1:
-        raise ValueError(f"--rounds is {args.rounds} and --num_prompts {args.num_prompts}: both must be at least 1")
     if not set(args.cores) <= os.sched_getaffinity(0):
         raise ValueError(f"--cores is {args.cores}, but this process may use {sorted(os.sched_getaffinity(0))}")
     if not args.prompts.is_file():

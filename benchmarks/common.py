@@ -7,25 +7,23 @@ import platform
 
 import torch
 
-from script_utils import Parser, git_commit, native_bfloat16, quiet_libraries, resolve_device
+from loading.flags import COUNT, add_device_flag, native_bfloat16, resolve_device
+from script_utils import Parser, git_commit, quiet_libraries
 
 
 def new_parser(description: str) -> Parser:
     parser = Parser(description=f"{description}; the last line of the output is one JSON object.")
     parser.add_argument("--base_model_path", default="checkpoints/SmolLM2-135M-Instruct", help="target model")
-    parser.add_argument("--num_stages", type=int, default=6, help="n")
-    parser.add_argument("--num_spec_layers", type=int, default=2, help="L_s")
-    parser.add_argument("--draft_vocab_size", type=int, default=16384, help="V_d, capped at the target's vocabulary")
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads")
-    parser.add_argument("--device", default="cpu", help="auto, cpu, cuda or cuda:N")
+    parser.add_argument("--num_stages", type=COUNT, default=6, help="n")
+    parser.add_argument("--num_spec_layers", type=COUNT, default=2, help="L_s")
+    parser.add_argument("--draft_vocab_size", type=COUNT, default=16384, help="V_d, capped at the target's vocabulary")
+    parser.add_argument("--threads", type=COUNT, default=2, help="CPU threads")
+    add_device_flag(parser, default="cpu")
     return parser
 
 
-def prepare(args: argparse.Namespace, *counts: str) -> torch.device:
-    """Set up a run; returns its device. ValueError when the device or one of the named counts cannot be."""
-    for name in (*counts, "threads"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name} is {getattr(args, name)}: it must be at least 1")
+def prepare(args: argparse.Namespace) -> torch.device:
+    """Set up a run; returns its device. ValueError for a device that is not there."""
     quiet_libraries()
     torch.set_num_threads(args.threads)
     return resolve_device(args.device)

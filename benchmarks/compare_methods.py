@@ -26,6 +26,7 @@ from baselines.registry import METHODS
 from benchmarks.comparison_report import PLOT, Results, plot, report
 from evaluation.files import read_runs
 from loading.checkpoint_files import CHECKPOINT_NAME
+from loading.flags import COUNT, NATURAL, POSITIVE
 from loading.target_config import load_target_config
 from script_utils import (
     Parser,
@@ -52,7 +53,7 @@ def build_parser() -> Parser:
     )
     drafters = parser.add_argument_group("methods")
     drafters.add_argument("--spd_stages", type=int, nargs="*", default=[3, 6, 10], help="n of SPD, a head each")
-    drafters.add_argument("--spd_layers", type=train.COUNT, default=2, help="L_s of SPD; it hides behind a stage")
+    drafters.add_argument("--spd_layers", type=COUNT, default=2, help="L_s of SPD; it hides behind a stage")
     drafters.add_argument("--draft_top_k", type=int, nargs="+", default=[1, 4], help="W of SPD")
     drafters.add_argument("--ppsd_stages", type=int, nargs="*", default=[3, 6, 10], help="n of PPSD, a drafter each")
     drafters.add_argument(
@@ -66,26 +67,26 @@ def build_parser() -> Parser:
     drafters.add_argument("--mask_token", help="of DFlash, as in train_baseline.py; known for SmolLM2, Qwen, Llama 3")
     training = parser.add_argument_group("training, the same for all")
     training.add_argument("--data_path", action="append", required=True, help="as in train.py; repeatable")
-    training.add_argument("--max_steps", type=train.COUNT, default=400, help="optimiser steps")
-    training.add_argument("--opd_steps", type=train.COUNT, default=100, help="steps of Draft-OPD, after the others")
-    training.add_argument("--batch_size", type=train.COUNT, default=4, help="examples per micro-batch")
-    training.add_argument("--gradient_accumulation_steps", type=train.COUNT, default=2, help="micro-batches per step")
-    training.add_argument("--max_length", type=train.COUNT, default=512, help="tokens of an example at most")
+    training.add_argument("--max_steps", type=COUNT, default=400, help="optimiser steps")
+    training.add_argument("--opd_steps", type=COUNT, default=100, help="steps of Draft-OPD, after the others")
+    training.add_argument("--batch_size", type=COUNT, default=4, help="examples per micro-batch")
+    training.add_argument("--gradient_accumulation_steps", type=COUNT, default=2, help="micro-batches per step")
+    training.add_argument("--max_length", type=COUNT, default=512, help="tokens of an example at most")
     training.add_argument("--optimizer", default="muon", choices=["adamw", "muon"], help="as in train.py")
-    training.add_argument("--lr", type=train.POSITIVE, default=1e-3, help="peak learning rate")
-    training.add_argument("--warmup_steps", type=train.NATURAL, default=50, help="of linear warm-up")
-    training.add_argument("--save_interval", type=train.COUNT, default=100, help="steps between checkpoints")
+    training.add_argument("--lr", type=POSITIVE, default=1e-3, help="peak learning rate")
+    training.add_argument("--warmup_steps", type=NATURAL, default=50, help="of linear warm-up")
+    training.add_argument("--save_interval", type=COUNT, default=100, help="steps between checkpoints")
     training.add_argument(
         "--feature_cache", type=Path, help="folder for the target's hidden states: one pass of the target for all"
     )
     prompts = parser.add_argument_group("evaluation, the same for all")
     prompts.add_argument("--data_dir", type=Path, help="folder of data sets; unset: eval_data")
     prompts.add_argument("--datasets", nargs="+", default=["mt_bench", "gsm8k", "humaneval"], help="folders there")
-    prompts.add_argument("--prompts_per_dataset", type=train.COUNT, default=10, help="the first so many of each")
-    prompts.add_argument("--max_new_tokens", type=train.COUNT, default=128, help="new tokens at most")
+    prompts.add_argument("--prompts_per_dataset", type=COUNT, default=10, help="the first so many of each")
+    prompts.add_argument("--max_new_tokens", type=COUNT, default=128, help="new tokens at most")
     prompts.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0], help="a table each")
     prompts.add_argument("--gpus", nargs="+", default=["auto"], help="as in eval.py")
-    parser.add_argument("--seed", type=train.NATURAL, default=0, help="of training and evaluation")
+    parser.add_argument("--seed", type=NATURAL, default=0, help="of training and evaluation")
     return parser
 
 

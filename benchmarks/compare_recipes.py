@@ -32,11 +32,12 @@ from baselines.registry import METHODS
 from benchmarks.compare_methods import Command, is_trained, layers_read
 from decoding.metrics import accept_length, alpha
 from decoding.sampling import Sampling
-from evaluation.files import file_sha256
 from evaluation.metrics import bootstrap_picks, interval
 from evaluation.prompts import encode_questions, read_questions
 from evaluation.replayed import ReplayedTexts, target_texts
 from evaluation.workers import build_decoder
+from loading.checksums import file_sha256
+from loading.flags import COUNT, NATURAL, POSITIVE
 from loading.tokenizer import load_tokenizer
 from pipeline_model import Target, checkpoint_file, load_head, read_checkpoint
 from script_utils import (
@@ -138,20 +139,20 @@ def build_parser() -> Parser:
     training = parser.add_argument_group("training, the same for all arms of a group")
     training.add_argument("--greedy_answers", action="append", required=True, help="text at temperature 0; repeatable")
     training.add_argument("--sampled_answers", action="append", required=True, help="the same prompts at 1; repeatable")
-    training.add_argument("--max_steps", type=train.COUNT, default=200, help="optimiser steps from a trained head")
-    training.add_argument("--start_steps", type=train.COUNT, default=100, help="optimiser steps from nothing")
-    training.add_argument("--batch_size", type=train.COUNT, default=8, help="answers per step")
-    training.add_argument("--max_length", type=train.COUNT, default=320, help="tokens of an example at most")
-    training.add_argument("--lr", type=train.POSITIVE, default=2e-3, help="Muon's peak; twice as much from nothing")
-    training.add_argument("--lr_adamw", type=train.POSITIVE, default=5e-4, help="AdamW's peak; likewise")
+    training.add_argument("--max_steps", type=COUNT, default=200, help="optimiser steps from a trained head")
+    training.add_argument("--start_steps", type=COUNT, default=100, help="optimiser steps from nothing")
+    training.add_argument("--batch_size", type=COUNT, default=8, help="answers per step")
+    training.add_argument("--max_length", type=COUNT, default=320, help="tokens of an example at most")
+    training.add_argument("--lr", type=POSITIVE, default=2e-3, help="Muon's peak; twice as much from nothing")
+    training.add_argument("--lr_adamw", type=POSITIVE, default=5e-4, help="AdamW's peak; likewise")
     training.add_argument("--mixed_precision", default="auto", help="as in train.py")
     prompts = parser.add_argument_group("evaluation, the same for all")
     prompts.add_argument("--data_dir", type=Path, default=Path("eval_data"), help="folder of data sets")
     prompts.add_argument("--datasets", nargs="+", default=["mt_bench", "gsm8k", "humaneval"], help="folders there")
-    prompts.add_argument("--prompts_per_dataset", type=train.COUNT, default=10, help="the first so many of each")
-    prompts.add_argument("--max_new_tokens", type=train.COUNT, default=64, help="new tokens at most")
+    prompts.add_argument("--prompts_per_dataset", type=COUNT, default=10, help="the first so many of each")
+    prompts.add_argument("--max_new_tokens", type=COUNT, default=64, help="new tokens at most")
     prompts.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0], help="of the judged decoding")
-    parser.add_argument("--seed", type=train.NATURAL, default=0, help="of training and evaluation")
+    parser.add_argument("--seed", type=NATURAL, default=0, help="of training and evaluation")
     return parser
 
 

@@ -16,7 +16,7 @@ from baselines.registry import METHODS
 from benchmarks.published import published_table, rankings_table, read_published
 from decoding.metrics import Costs
 from evaluation.metrics import METRICS, Key, Row, bootstrap_picks, interval
-from script_utils import atomic_open, markdown_table
+from script_utils import markdown_table, save_figure
 
 Summary = Mapping[str, Any]  # of one run, as eval.py writes it
 PLOT = Path("docs/comparison.png")  # beside the report
@@ -235,8 +235,7 @@ def plot(results: Results, path: Path) -> None:
         plot_speedups(axis, results.runs(temperature))
         axis.set(title=f"temperature {temperature:g}", xlabel="speed-up over the target alone, 95% intervals")
     figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=2)
-    with atomic_open(path, "wb") as file:
-        figure.savefig(file, dpi=120, format="png")
+    save_figure(figure, path)
 
 
 def plot_speedups(axis: Axes, runs: Sequence[Summary]) -> None:

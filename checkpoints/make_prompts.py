@@ -25,6 +25,7 @@ from types import ModuleType
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from loading.flags import COUNT
 from script_utils import Parser, atomic_open, check_output_file, run_script
 
 NAMES = (
@@ -188,7 +189,7 @@ WORDS = (
 def build_parser() -> Parser:
     parser = Parser(prog="make_prompts.py", description="Write prompts for the demo head's training text.")
     parser.add_argument("--output", type=Path, required=True, help="jsonl file to write")
-    parser.add_argument("--count", type=int, default=1000, help="prompts of each kind, at most")
+    parser.add_argument("--count", type=COUNT, default=1000, help="prompts of each kind, at most")
     parser.add_argument("--seed", type=int, default=0, help="of the draws")
     return parser
 
@@ -277,8 +278,6 @@ def as_prompt(name: str, function: Callable) -> str | None:
 
 
 def main(args: argparse.Namespace) -> None:
-    if args.count < 1:
-        raise ValueError(f"--count is {args.count}: give at least 1")
     check_output_file("--output", args.output)
     warnings.simplefilter("ignore")  # of modules that are looked into, about what they will drop
     draw = random.Random(args.seed)

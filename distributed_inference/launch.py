@@ -54,6 +54,7 @@ from distributed_inference.watch import Verdict, Watch
 from evaluation.files import checkpoint_labels
 from evaluation.plan import target_of_heads
 from loading.checkpoint_files import checkpoint_file
+from loading.flags import COUNT, NATURAL, bounded, resolve_dtype
 from loading.head_values import parse_stage_layers
 from loading.target_config import load_target_config
 from loading.target_files import check_compiled, check_target_weights, target_fingerprint, tokenizer_fingerprint
@@ -83,11 +84,10 @@ from script_utils import (
     first_line,
     quiet_libraries,
     reader_is_gone,
-    resolve_dtype,
     show_what_can_be_shown,
 )
 
-SHORTEST, LONGEST = 0.1, 1e6  # seconds of a timeout
+SECONDS = bounded(float, 0.1, 1e6)  # of a timeout: none that ends every run, none that never ends
 MEETING_SPARE = 5.0  # seconds beyond --meet_timeout_sec in which whoever knows more can say so
 CLOSED_PIPE = 141  # exit code when nobody reads the output any more, as of all scripts; nothing is said
 OUTPUT_SECONDS = 2.0  # a process that ends waits so long for whoever reads what it prints
@@ -107,17 +107,6 @@ def speaks_for_machine() -> bool:
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
-def timeout_seconds(text: str) -> float:
-    """The value of a timeout's flag, for `type=`: none that ends every run, none that never ends."""
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not SHORTEST <= seconds <= LONGEST:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds from {SHORTEST:g} to {LONGEST:,.0f}")
-    return seconds
-
-
 def add_arguments(parser: Parser, nargs: int | str = 1) -> None:
     """The flags of a pipeline; what to decode is the script's.
 
@@ -132,21 +121,15 @@ def add_arguments(parser: Parser, nargs: int | str = 1) -> None:
     ranks.add_argument("--rank_gpus", type=str, help='GPU of each rank: "0,1,2", or cpu; unset: LOCAL_RANK, or CPU')
     ranks.add_argument("--dist_backend", choices=["nccl", "gloo"], help="payloads; unset: nccl on GPUs, gloo on CPUs")
     ranks.add_argument("--lm_head", default="draft", choices=LM_HEAD_PLACES, help="rank that computes the logits")
-    ranks.add_argument(
-        "--meet_timeout_sec", type=timeout_seconds, default=120, help="for finding each other, and connecting"
-    )
-    ranks.add_argument(
-        "--load_timeout_sec", type=timeout_seconds, default=1800, help="for loading, and between two prompts"
-    )
-    ranks.add_argument(
-        "--prefill_timeout_sec", type=timeout_seconds, default=300, help="for a message while a prompt is run"
-    )
-    ranks.add_argument("--decode_timeout_sec", type=timeout_seconds, default=60, help="for a message in a cycle")
-    ranks.add_argument("--threads", type=int, default=1, help="CPU threads of a rank")
+    ranks.add_argument("--meet_timeout_sec", type=SECONDS, default=120, help="for finding each other, and connecting")
+    ranks.add_argument("--load_timeout_sec", type=SECONDS, default=1800, help="for loading, and between two prompts")
+    ranks.add_argument("--prefill_timeout_sec", type=SECONDS, default=300, help="for a message while a prompt is run")
+    ranks.add_argument("--decode_timeout_sec", type=SECONDS, default=60, help="for a message in a cycle")
+    ranks.add_argument("--threads", type=COUNT, default=1, help="CPU threads of a rank")
     add_decoding_arguments(parser, nargs)
     measuring = parser.add_argument_group("measuring")
-    measuring.add_argument("--warmup_iters", type=int, default=1, help="unrecorded generations before the first one")
-    measuring.add_argument("--warmup_new_tokens", type=int, help="new tokens of each; 0: no warm-up; unset: 2 n")
+    measuring.add_argument("--warmup_iters", type=NATURAL, default=1, help="unrecorded generations before the first")
+    measuring.add_argument("--warmup_new_tokens", type=NATURAL, help="new tokens of each; 0: no warm-up; unset: 2 n")
     measuring.add_argument(
         "--profile_timing",
         action=FileSwitch,
@@ -168,10 +151,6 @@ class Checked:
             check_limits(args.max_new_tokens, width)
             check_attention(args.attn_implementation, width, args.compile)
         check_seed(args.seed)
-        for name, least in (("warmup_iters", 0), ("warmup_new_tokens", 0), ("threads", 1)):
-            value = getattr(args, name)
-            if value is not None and value < least:
-                raise ValueError(f"--{name} is {value}: it must be at least {least}")
         if environment.rank == DRAFT_RANK:  # others may lie on machines without that folder
             check_output_file("--profile_timing", args.profile_timing)
             check_output_file("--trace", args.trace)

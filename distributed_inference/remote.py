@@ -100,7 +100,7 @@ class RemoteExecutor:
         self._last = len(self.stage_sizes) - 1
         self._pace, self._cycle_due = pace, 0.0
         self._captured_by = [self._setup.captured_by(stage, self.anchors) for stage in range(len(self.stage_sizes))]
-        self._lane = _Lane(self.device) if verify_lag else None
+        self._side_stream = _SideStream(self.device) if verify_lag else None
         self._logits: Callable[[Tensor], Tensor]  # final norm and lm_head, where that is here
         self._copies = HostCopies(self.device)
         self._flights: deque[_Flight | None] = deque()  # by stage: what is there in this cycle
@@ -124,7 +124,7 @@ class RemoteExecutor:
             own_stage.start(plan, root, self.anchors)
         if self._setup.layout.lm_head == "draft":
             # Without a lane rows are asked for one by one.
-            self._logits = self._setup.logits(self._target, plan.width if self._lane else min(plan.width, 1))
+            self._logits = self._setup.logits(self._target, plan.width if self._side_stream else min(plan.width, 1))
         tokens = torch.tensor(prompt, device=self.device)
         sent = [(chunk, self._send_chunk(tokens, chunk)) for chunk in prompt_chunks(len(prompt))]
         features = torch.cat([self._receive_anchors(len(chunk), captured) for chunk, captured in sent])
@@ -185,7 +185,7 @@ class RemoteExecutor:
         flight = self._flights[self._last]
         if flight is not None:
             output = self._arrivals[-1]
-            if self._lane is None:
+            if self._side_stream is None:
                 self._settle([output])
             if flight.alive:
                 ids = tuple(flight.ids[row] for row in flight.alive)
@@ -261,16 +261,16 @@ class RemoteExecutor:
 
     def _logits_of(self, output: Tensor, count: int) -> Logits:
         """The logits of the nodes that the last stage's output is of, wherever the lm_head is."""
-        if self._lane is not None:
+        if self._side_stream is not None:
             output = output.clone()  # the next message would overwrite it
         place = self._setup.layout.lm_head
         if place == "last":
             return Logits(output.view(count, -1).__getitem__)
-        if place == "draft" and self._lane is None:
+        if place == "draft" and self._side_stream is None:
             return Logits.of_each(self._target_logits, output.view(count, -1))
         compute = partial(self._all_rows if place == "split" else self._all_nodes, output, count)
-        if self._lane is not None:
-            return Logits.of_all(self._lane.submit(compute, output))
+        if self._side_stream is not None:
+            return Logits.of_all(self._side_stream.submit(compute, output))
         # At once, whether somebody will ask or not: the other ranks have sent their rows of these nodes.
         return Logits(compute().__getitem__)
 
@@ -292,7 +292,7 @@ class RemoteExecutor:
         return torch.cat([*rows, last.view(count, -1)], dim=1)
 
 
-class _Lane:
+class _SideStream:
     """Computes logits beside the draft: in a thread, and on a CUDA device in a stream of its own."""
 
     def __init__(self, device: torch.device):

@@ -49,7 +49,7 @@ from distributed_inference.connections import (
 from distributed_inference.layout import DRAFT_RANK, Layout
 from distributed_inference.links import Link, Wires, routes
 from distributed_inference.watch import Verdict, Watch
-from evaluation.files import file_sha256, files_sha256
+from loading.checksums import file_sha256, files_sha256
 from script_utils import first_line
 
 Kept = TypeVar("Kept")

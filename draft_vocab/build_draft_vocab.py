@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrained
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from loading.chat_template import add_template_flags, use_template
+from loading.flags import COUNT
 from script_utils import Parser, Switch, atomic_open, check_output_file, check_output_folder, first_line, run_script
 from training.chat_format import ChatFormat
 from training.conversations import IGNORE_INDEX, load_conversations
@@ -117,8 +118,6 @@ def model_vocabulary(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBas
 
 def main(args: argparse.Namespace) -> None:
     """Builds and writes the list. Raises ValueError for what the user can mend."""
-    if args.size < 1:
-        raise ValueError(f"--size is {args.size}; it has to be at least 1")
     check_output_file("--output", args.output)
     check_output_folder("--cache_dir", args.cache_dir)
     name = public_name(args)
@@ -189,10 +188,10 @@ def build_parser() -> Parser:
         help="count what the assistant writes only, not every token",
     )
     add_template_flags(source)
-    source.add_argument("--num_proc", type=int, default=1, help="processes that tokenise")
+    source.add_argument("--num_proc", type=COUNT, default=1, help="processes that tokenise")
     source.add_argument("--cache_dir", help="folder of the tokenised data (default: inside the cache of datasets)")
     result = parser.add_argument_group("list")
-    result.add_argument("--size", type=int, default=32000, help="number of tokens to keep")
+    result.add_argument("--size", type=COUNT, default=32000, help="number of tokens to keep")
     result.add_argument("--always", action="append", default=[], help="token to keep whatever its count; repeatable")
     result.add_argument("--vocab_size", type=int, help="vocabulary of the model (default: its config.json's)")
     result.add_argument("--tokenizer_name", help="model name to write to the list (default: --tokenizer)")

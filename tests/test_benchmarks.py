@@ -294,10 +294,7 @@ def test_the_gpu_check_runs_as_far_as_a_cpu_can(folder, tmp_path, capsys, monkey
 @pytest.mark.parametrize(
     ("flag", "value", "message"),
     [
-        ("--cycles", "0", "--cycles is 0: it must be at least 1"),
-        ("--threads", "0", "--threads is 0"),
         ("--num_stages", "7", "num_stages is 7, but the target has 6 layers"),
-        ("--draft_vocab_size", "0", "draft_vocab_size is 0"),
     ],
 )
 def test_flags_that_cannot_be_are_refused(folder, flag, value, message):

@@ -235,7 +235,10 @@ def test_torchrun_cannot_serve_another_split(files, tmp_path):
         (["--spec_head_ckpt", "{h2}", "{h3}", "--draft_top_k", "0"], "draft_top_k is 0"),
         (["--spec_head_ckpt", "{h2}", "{again}"], "twice"),
         (["--spec_head_ckpt", "{h2}", "{h3}", "--datasets", "none"], "no data set 'none'"),
-        (["--spec_head_ckpt", "{h2}", "--warmup_new_tokens", "-1"], "--warmup_new_tokens is -1"),
+        (
+            ["--spec_head_ckpt", "{h2}", "--warmup_new_tokens", "-1"],
+            "--warmup_new_tokens: '-1' is not an integer at least 0",
+        ),
         (["--spec_head_ckpt", "{h2}", "--trace", "{h3}/trace.json"], "h3.pt/trace.json' cannot be written"),
         (["--spec_head_ckpt", "{h2}", "--no-baseline", "--baseline_rows", "x"], "drop one"),
     ],

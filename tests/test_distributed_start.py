@@ -519,7 +519,7 @@ def test_timeouts_of_no_use_are_refused(what, seconds, capsys):
     with pytest.raises(SystemExit) as exit_info:
         parser.parse_args(["--spec_head_ckpt", "b", f"--{what}_timeout_sec={seconds}"])
     assert exit_info.value.code == 2
-    assert f"--{what}_timeout_sec: '{seconds}' is no number of seconds from 0.1 to" in capsys.readouterr().err
+    assert f"--{what}_timeout_sec: '{seconds}' is not a number at least 0.1 and at most" in capsys.readouterr().err
 
 
 def test_bad_flags_are_said_once_a_machine(monkeypatch):

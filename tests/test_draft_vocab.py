@@ -152,7 +152,6 @@ def test_held_out_coverage_is_measured_on_other_conversations(build, capsys):
 @pytest.mark.parametrize(
     ("extra", "words"),
     [
-        (["--size", "0"], "--size is 0"),
         (["--size", "1"], "--size is 1, but 2 tokens are always kept"),
         (["--tokenizer", "no/such/folder"], "--tokenizer 'no/such/folder' cannot be loaded"),
         (["--tokenizer_name", "./tiny"], "'./tiny' is a local path"),

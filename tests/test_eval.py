@@ -691,7 +691,6 @@ BAD_FLAGS = [
     (["--datasets", "broken"], "broken/question.jsonl', line 2: "),
     (["--datasets", "empty"], "data set 'empty' is empty"),
     (["--data_dir", "/nowhere"], "no data set 'first'"),
-    (["--prompts_per_dataset", "0"], "--prompts_per_dataset is 0"),
     (
         ["--max_new_tokens", "252"],
         "(question_id 2): --max_new_tokens is 252: with a prompt of 6 tokens, that many pass the target's limit",

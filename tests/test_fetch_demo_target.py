@@ -99,7 +99,7 @@ def tiny(tmp_path_factory):
     converted = folder / "converted"
     converted.mkdir()
     target.convert(folder / target.GGUF_NAME, converted)
-    return wheel, target.sha256(folder / target.GGUF_NAME), expected, converted
+    return wheel, target.file_sha256(folder / target.GGUF_NAME), expected, converted
 
 
 @pytest.fixture(autouse=True)

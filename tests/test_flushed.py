@@ -12,7 +12,7 @@ from decoding.sampling import Sampling
 from pipeline_inference import Decoder
 from tests.test_replay import SPLITS, batch_of
 from tests.tiny import random_prompt, spd_decoder, tiny_head, tiny_target
-from training.flushed import Rejections, branch_loss, draft_tokens, follow, target_rope
+from training.flushed import Rejections, branch_loss, draft_tokens, follow
 from training.forward import teacher_features
 from training.replay import Trace, packed_rows
 
@@ -93,7 +93,7 @@ def test_flushed_drafts_are_those_of_decoding(case):
     n, compared = len(sizes), 0
     assert len(rejections.positions) > 6
     assert len(set(rejections.fills)) > 1 or n == 2
-    rope = target_rope(target, branches.features)
+    rope = target.rope(branches.features.shape[1], device=branches.features.device)
     outputs = packed_rows(head, branches.features, branches.lengths, rope, sizes, branches.drafts)
     logits = head.lm_head(target.norm(outputs)).view(-1, n - 1, head.config.draft_vocab_size)
     hidden, weights = branches.hidden.view(-1, n - 1, branches.hidden.shape[-1]), branches.weights.view(-1, n - 1)
@@ -115,7 +115,7 @@ def test_loss_of_flushed_drafts(case):
     """Guards the second stream's loss: reverse KL over the draft vocabulary, weighted, against a plain loop."""
     target, head, sizes, _, _, branches = case
     loss = branch_loss(head, target, branches, sizes, 1.0)
-    rope = target_rope(target, branches.features)
+    rope = target.rope(branches.features.shape[1], device=branches.features.device)
     outputs = packed_rows(head, branches.features, branches.lengths, rope, sizes, branches.drafts)
     total = 0.0
     for output, hidden, weight in zip(outputs, branches.hidden, branches.weights, strict=True):

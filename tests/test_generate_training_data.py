@@ -82,7 +82,6 @@ SEEDED = [(0, 0), (1, 0), (0, 1), (1, 1)]
     ("more", "part"),
     [
         (["--temperature", "-1"], "temperature is -1.0"),
-        (["--batch_size", "0"], "--batch_size is 0"),
         (["--top_p", "0"], "top_p is 0.0"),
         (["--output", "own.json"], "name a .jsonl file"),
         (["--data_path", "nowhere.jsonl"], "nowhere.jsonl"),

@@ -333,7 +333,6 @@ BAD = [
     (["--alpha", "nan"], "--alpha is nan"),
     (["--alpha", "0.5", "--trace", "x"], "not allowed with argument"),
     (["--trace", "none.jsonl"], "--trace 'none.jsonl' cannot be read"),
-    (["--rounds", "0"], "--rounds is 0"),
     (["--save_timings", "t.json"], "--save_timings belongs to measuring"),
     (["--plot", "."], "--plot '.' cannot be written (it is a folder)"),
     (["--timings", "none.json"], "cannot be read"),

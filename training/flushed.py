@@ -101,7 +101,7 @@ def follow(
     features = known.new_zeros(count, int(begins.max()) + num_stages - 1, *known.shape[2:])
     for row, (sequence, stop) in enumerate(zip(rejections.sequences, begins, strict=True)):
         features[row, :stop] = known[sequence, :stop]
-    rope = target_rope(target, features)
+    rope = target.rope(features.shape[1], device=features.device)
     rows, hidden = torch.arange(count, device=device), []
     first = torch.from_numpy(begins).to(device)
     for step in steps:
@@ -126,7 +126,7 @@ def branch_loss(
     head: SpeculationHead, target: Target, branches: Branches, stage_sizes: Sequence[int], temperature: float
 ) -> TrainingLoss:
     """Reverse KL of the flushed drafts; the mean is by the sum of their weights."""
-    rope = target_rope(target, branches.features)
+    rope = target.rope(branches.features.shape[1], device=branches.features.device)
     outputs = packed_rows(head, branches.features, branches.lengths, rope, stage_sizes, branches.drafts)
     terms = LossTerms("reverse_kl", temperature)
     return distillation_loss(head, target, outputs, branches.hidden, None, terms, branches.weights)
@@ -162,9 +162,3 @@ def draft_tokens(
             best = draw_rows(q, draws[mine])
         tokens[mine] = best if draft_ids is None else draft_ids[best]
     return tokens
-
-
-def target_rope(target: Target, features: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the positions of features [B, S, m, H]."""
-    cos, sin = target.rope(features.shape[1])
-    return cos[:, : features.shape[1]].to(features.device), sin[:, : features.shape[1]].to(features.device)

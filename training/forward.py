@@ -202,8 +202,7 @@ def training_loss(
     """
     selected = supervised_places(labels, attention_mask)
     plan = head.staircase_plan(stage_sizes, fill, exact_fill=exact_fill)
-    cos, sin = target.rope(features.shape[1])
-    rope = cos[:, : features.shape[1]].to(features.device), sin[:, : features.shape[1]].to(features.device)
+    rope = target.rope(features.shape[1], device=features.device)
     draft = draft_rows(head, features, rope, plan, selected, attention)
     best = None if teacher_best is None else teacher_best[selected]
     return distillation_loss(head, target, draft, hidden[selected], best, terms)

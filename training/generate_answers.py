@@ -32,23 +32,29 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from decoding.sampling import Sampling
 from loading.chat_template import add_template_flags, check_template_flags, use_template
+from loading.flags import (
+    COUNT,
+    DTYPES,
+    add_attention_flag,
+    add_device_flag,
+    add_dtype_flag,
+    add_sampling_flags,
+    fastest_dtype,
+    resolve_device,
+)
 from loading.target_config import load_target_config
 from loading.target_files import check_attention_kernels, check_target_weights
 from loading.tokenizer import load_tokenizer
-from pipeline_model import ATTN_IMPLEMENTATIONS, Target
+from pipeline_model import Target
 from script_utils import (
-    DTYPES,
     Parser,
     Switch,
-    add_dtype_argument,
     append_text,
     check_output_file,
     check_output_folder,
-    fastest_dtype,
     lock_file,
     naming,
     quiet_libraries,
-    resolve_device,
     run_record,
     run_script,
     shown,
@@ -70,38 +76,31 @@ def build_parser() -> Parser:
     parser = Parser(prog="training/generate_answers.py", description="Let the target answer the prompts of a data set.")
     model = parser.add_argument_group("target")
     model.add_argument("--model_name", required=True, help="target model: a folder or a hub id")
-    model.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    add_dtype_argument(model, "auto: bfloat16 where the device has matrix kernels for it, else float32")
-    model.add_argument("--attn_implementation", default="sdpa", choices=ATTN_IMPLEMENTATIONS)
+    add_device_flag(model)
+    add_dtype_flag(model, "auto: bfloat16 where the device has matrix kernels for it, else float32")
+    add_attention_flag(model)
 
     data = parser.add_argument_group("data")
     data.add_argument("--data_path", required=True, action="append", help="file, folder or hub id:split; repeatable")
     add_template_flags(data)
     data.add_argument("--output", type=Path, required=True, help="jsonl file to write, or to go on with")
-    data.add_argument("--max_prompts", type=int, help="prompts, drawn at random; default: all")
-    data.add_argument("--max_prompt_tokens", type=int, default=512, help="longer prompts are left out")
+    data.add_argument("--max_prompts", type=COUNT, help="prompts, drawn at random; default: all")
+    data.add_argument("--max_prompt_tokens", type=COUNT, default=512, help="longer prompts are left out")
 
     sampling = parser.add_argument_group("generation")
-    sampling.add_argument("--max_new_tokens", type=int, default=512, help="tokens of an answer at most")
+    sampling.add_argument("--max_new_tokens", type=COUNT, default=512, help="tokens of an answer at most")
     sampling.add_argument(
         "--leave_out_cut_answers",
         action=Switch,
         default=False,
         help="no line for answers that --max_new_tokens cuts off; else their finish is length",
     )
-    sampling.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
-    sampling.add_argument("--top_k", type=int, default=0, help="0: all tokens")
-    sampling.add_argument("--top_p", type=float, default=1.0)
-    sampling.add_argument("--batch_size", type=int, default=32, help="answers written side by side")
-    sampling.add_argument("--seed", type=int, default=0, help="of the prompts' order and of sampling")
+    sampling.add_argument("--batch_size", type=COUNT, default=32, help="answers written side by side")
+    add_sampling_flags(sampling, seed="of the prompts' order and of sampling")
     return parser
 
 
 def check(args: argparse.Namespace) -> None:
-    for name in ("max_new_tokens", "max_prompt_tokens", "batch_size", "max_prompts"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name} is {value}: give at least 1")
     check_template_flags(args)
     Sampling(args.temperature, args.top_k, args.top_p)  # ValueError for what no sampling can be
     if args.output.suffix != ".jsonl":

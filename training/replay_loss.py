@@ -17,7 +17,7 @@ from torch import Tensor
 
 from decoding.sampling import Sampling
 from pipeline_model import SpeculationHead, Target
-from training.flushed import Rejections, branch_loss, draft_tokens, follow, target_rope
+from training.flushed import Rejections, branch_loss, draft_tokens, follow
 from training.loss import KL, LossTerms, TrainingLoss, distillation_loss
 from training.replay import Trace, TraceCounts, bernoulli_flags, packed_rows, replay_flags, run_values
 
@@ -99,7 +99,8 @@ class Replay:
     def outputs(self, teacher: Mapping[str, Tensor], stage_sizes: Sequence[int], trace: Trace) -> Tensor:
         """The head's rows at every event, [E, H]; teacher as `training_loss` takes it."""
         features, lengths = teacher["features"], teacher["attention_mask"].sum(dim=1).cpu().numpy()
-        return packed_rows(self.head, features, lengths, target_rope(self.target, features), stage_sizes, trace)
+        rope = self.target.rope(features.shape[1], device=features.device)
+        return packed_rows(self.head, features, lengths, rope, stage_sizes, trace)
 
     def renewed(
         self,

@@ -27,7 +27,7 @@ from matplotlib.figure import Figure
 
 from loading.checkpoint_files import CHECKPOINT_NAME
 from pipeline_model import DraftHead, save_head
-from script_utils import append_text, atomic_open, first_line, shown
+from script_utils import append_text, atomic_open, first_line, json_lines, save_figure, shown
 
 STATE_NAME = "training_state.pt"
 LOG_NAME = "log.jsonl"
@@ -268,15 +268,8 @@ def read_state(checkpoint: Path, identity: Mapping[str, Any]) -> dict[str, Any]:
 
 def read_log(path: Path) -> list[dict[str, Any]]:
     """The lines of a log; a last line that a killed run left unfinished is ignored. No file: no lines."""
-    if not path.exists():
-        return []
-    lines = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            lines.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return lines
+    data = path.read_bytes() if path.exists() else b""
+    return [line for _, line in json_lines(data[: data.rfind(b"\n") + 1], repr(str(path)))]
 
 
 def write_log(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
@@ -313,8 +306,7 @@ def plot_log(path: Path) -> Path:
     if curves:
         figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", fontsize=8)
     target = path.with_name(CURVE_NAME)
-    with atomic_open(target, "wb") as file:
-        figure.savefig(file, dpi=120, format="png")
+    save_figure(figure, target)
     return target
 
 

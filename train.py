@@ -621,7 +621,10 @@ class Trainer:
         if args.stop_on is None:
             return None
         if not self.loss.has_traces:
-            raise ValueError(f"--stop_on {args.stop_on} needs a head trained with --trained_with_use_deepest")
+            raise ValueError(
+                f"--stop_on {args.stop_on} needs a drafter whose decoding can be replayed: a head trained with "
+                "--trained_with_use_deepest, or PPSD's"
+            )
         if self.data.val is None:
             raise ValueError(f"--stop_on {args.stop_on} needs held-out examples, and there are none: more data helps")
         return EarlyStopping(args.stop_patience or STOP_PATIENCE)

@@ -112,7 +112,7 @@ def test_stop_in_a_validation(work, tmp_path, monkeypatch):  # noqa: F811
         (("--stop_patience", 2), "--stop_patience belongs to --stop_on"),
         (("--stop_on", "loss"), "invalid choice: 'loss'"),
         (("--stop_on", "trace_alpha", "--val_fraction", 0), "give a --val_fraction above 0"),
-        (("--stop_on", "trace_alpha", "--no-trained_with_use_deepest"), "needs a head trained with"),
+        (("--stop_on", "trace_alpha", "--no-trained_with_use_deepest"), "whose decoding can be replayed"),
     ],
 )
 def test_flags_that_contradict(work, tmp_path, capsys, more, part):  # noqa: F811

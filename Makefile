@@ -25,11 +25,11 @@ demo: demo_target
 		--html demo.html \
 		--prompt "What is the capital of France?" "Write a short poem about the sea." "Explain what a prime number is."
 
-# Each rank sleeps out the time of a device that takes 120 ms for a stage: two cores do all the work within it.
+# Each rank sleeps out the time of a device that takes 150 ms for a stage: two cores do all the work within it.
 demo_ranks: demo_target
 	@OMP_NUM_THREADS=1 $(RUN) distributed_inference/example_mp_pipeline_generate.py --base_model_path $(DEMO_TARGET) \
-		--spec_head_ckpt $(DEMO_HEAD) --rank_gpus cpu --emulate_stage_ms 120 --emulate_head_ms 80 \
-		--emulate_verify_ms 30 --draft_top_k 4 --baseline --max_new_tokens 40 \
+		--spec_head_ckpt $(DEMO_HEAD) --rank_gpus cpu --emulate_stage_ms 150 --emulate_head_ms 100 \
+		--emulate_verify_ms 40 --draft_top_k 4 --baseline --max_new_tokens 40 \
 		--prompt "What is the capital of France?" "Explain what a prime number is."
 
 # Two processes, each with whole files, in alphabetical order: sorted by their number of tests, a file with few long

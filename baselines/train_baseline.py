@@ -20,25 +20,28 @@ from transformers import PreTrainedConfig
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import train
 from baselines.registry import METHODS, add_method_flags, check_owners, with_defaults
 from loading.flags import ATTN_IMPLEMENTATIONS
 from pipeline_model import DraftConfig, Target
 from script_utils import Parser, quiet_libraries, run_script
+from training.flags import add_data_flags, add_draft_vocab_flag, add_optimisation_flags, add_run_flags, add_target_flags
 from training.head_loss import DraftLoss
+from training.launch import check_launch, start_all_processes
+from training.run import run_training
+from training.start import start_from, target_config, target_entries
 
 
 def build_parser() -> Parser:
     parser = Parser(prog="train_baseline.py", description="Train the drafter of a baseline for a frozen target model.")
-    train.add_target_flags(parser, ATTN_IMPLEMENTATIONS)
-    train.add_data_flags(parser)
+    add_target_flags(parser, ATTN_IMPLEMENTATIONS)
+    add_data_flags(parser)
     drafter = parser.add_argument_group("drafter")
     methods = [name for name, method in METHODS.items() if method.trained_here]
     drafter.add_argument("--method", required=True, choices=methods, help="which baseline")
-    train.add_draft_vocab_flag(drafter)
+    add_draft_vocab_flag(drafter)
     add_method_flags(parser.add_argument_group("flags of some methods"), "training_flags")
-    train.add_optimisation_flags(parser)
-    train.add_run_flags(parser)
+    add_optimisation_flags(parser)
+    add_run_flags(parser)
     # A baseline has no fills to train on: its rows look the same however full the pipeline is.
     parser.set_defaults(trained_with_use_deepest=False, fill_alpha=None)
     return parser
@@ -54,7 +57,7 @@ def settled(args: argparse.Namespace) -> argparse.Namespace:
 def head_config(args: argparse.Namespace, target: PreTrainedConfig) -> DraftConfig:
     """The drafter that the arguments describe. ValueError for one that cannot be."""
     args, method = settled(args), METHODS[args.method]
-    raw = {"version": method.name, "trained_with_use_deepest": False, **train.target_entries(args, target)}
+    raw = {"version": method.name, "trained_with_use_deepest": False, **target_entries(args, target)}
     return method.config_class.parse(raw | method.entries(args, target))
 
 
@@ -62,20 +65,20 @@ def make_loss(args: argparse.Namespace, config: DraftConfig, target: Target) -> 
     """A new drafter, or one with the weights of `--init_head`, and what it learns."""
     loss = METHODS[args.method].loss(args, config, target)
     if args.init_head is not None:
-        train.start_from(loss.head, args.init_head)
+        start_from(loss.head, args.init_head)
     return loss
 
 
 def main(args: argparse.Namespace) -> int:
     """Train; returns the exit code of `Trainer.run`. ValueError, in one line, for what the user has to mend."""
     quiet_libraries()
-    train.check_launch(args)
+    check_launch(args)
     args = settled(args)
-    target = train.target_config(args)
+    target = target_config(args)
     config = head_config(args, target)
     config.check_target(target)
-    train.start_all_processes()
-    return train.run_training(args, target, lambda loaded: make_loss(args, config, loaded))
+    start_all_processes()
+    return run_training(args, target, lambda loaded: make_loss(args, config, loaded))
 
 
 if __name__ == "__main__":

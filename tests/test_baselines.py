@@ -38,8 +38,11 @@ from tests.test_verification import NEUTRAL, exact_pairs, excesses, sampled_pair
 from tests.tiny import VOCAB, hf_greedy, random_prompt, save_target, tiny_head, tiny_model, tiny_target
 from tests.tiny_baselines import tiny_dflash, tiny_eagle3, tiny_ppsd
 from timeline import DRAFT, VERIFY, Span, Timeline, stage_row
+from training.conversations import load_conversations
+from training.forward import teacher_features
 from training.loss import KL
 from training.run_state import list_checkpoints, read_log
+from training.trainer import Trainer
 
 CPU = torch.device("cpu")
 
@@ -227,9 +230,7 @@ def work(tmp_path_factory):
     folder = tmp_path_factory.mktemp("baselines")
     tokenizer = make_tokenizer()
     write_language(folder / "data.jsonl", [20], copies=3)
-    rows = train.load_conversations(
-        str(folder / "data.jsonl"), tokenizer, cache_dir=folder / "cache", verbose=False
-    ).train
+    rows = load_conversations(str(folder / "data.jsonl"), tokenizer, cache_dir=folder / "cache", verbose=False).train
     train_tiny_target(list(rows), steps=150).save_pretrained(folder / "target")
     tokenizer.save_pretrained(folder / "target")
     (folder / "draft.json").write_text(json.dumps({"vocab_size": VOCAB, "token_ids": list(range(24))}))
@@ -337,7 +338,7 @@ def test_draft_opd_resumes_exactly(work, tmp_path):
 def test_all_drafters_meet_the_same_tokens(work, tmp_path):
     """Guards the comparison: with the same seed and steps a speculation head and all baselines see the same text."""
     orders = {}
-    original = train.Trainer.load
+    original = Trainer.load
 
     def load(self, part, rows, number=None):
         if part == "train":
@@ -345,7 +346,7 @@ def test_all_drafters_meet_the_same_tokens(work, tmp_path):
         return original(self, part, rows, number)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train.Trainer, "load", load)
+        patch.setattr(Trainer, "load", load)
         for method in CONFIGS:
             assert train_it(work, tmp_path / method, method, "--max_steps", 2) == 0
         flags = command(work, tmp_path / "spd", "ppsd", "--max_steps", 2)[2:]  # without --method ppsd
@@ -369,7 +370,7 @@ def test_every_weight_gets_a_gradient(method):
     }
     head = heads[method](target).train().requires_grad_(True)
     ids = torch.tensor([random_prompt(9)])
-    features, hidden = train.teacher_features(target, ids, torch.ones_like(ids), head.config.anchors)
+    features, hidden = teacher_features(target, ids, torch.ones_like(ids), head.config.anchors)
     teacher = {"features": features, "hidden": hidden, "labels": ids, "attention_mask": torch.ones_like(ids)}
     losses = {
         "eagle3": partial(Eagle3Loss, steps=3, decay=0.8),

@@ -36,6 +36,7 @@ from training import sources as conversation_sources
 from training.chat_format import ChatFormat
 from training.conversations import clean_conversation, hold_out
 from training.sources import Counters, find_sources, folder_lines
+from training.trainer import spread
 
 __all__ = ["load"]  # a fixture
 
@@ -457,9 +458,9 @@ def test_held_out_examples_come_from_all_files():
     rest, held_out = hold_out(rows, 0.25, seed=0)
     assert not set(rest["example_id"]) & set(held_out["example_id"])
     assert count_files(held_out["example_id"]) == {"a.jsonl": 75, "b.jsonl": 25, "c.jsonl": 1}
-    used = [held_out[int(index)]["example_id"] for index in train.spread(len(held_out), 8)]
+    used = [held_out[int(index)]["example_id"] for index in spread(len(held_out), 8)]
     assert count_files(used) == {"a.jsonl": 6, "b.jsonl": 2}
-    assert train.spread(3, 8).tolist() == [0, 1, 2]
+    assert spread(3, 8).tolist() == [0, 1, 2]
     assert len(hold_out(rows, 0.0001, seed=0)[1]) == 1  # at least one
 
 

@@ -24,7 +24,6 @@ ORDER = (
 )
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 UPWARDS = {
-    ("baselines.train_baseline", "train"): "it is train.py with other drafters",
     ("benchmarks.gpu_check", "tests.tiny"): "it runs on a GPU what the tests run on a CPU, with their tiny models",
 }
 

@@ -1,5 +1,6 @@
 """Training end to end on tiny targets: same curve for any number of processes, exact resume, and heads that learn."""
 
+import argparse
 import json
 import math
 import os
@@ -22,9 +23,13 @@ import pipeline_inference
 import train
 from loading.checkpoint_files import CHECKPOINT_NAME
 from pipeline_model import Target, load_head, read_checkpoint
+from script_utils import run_script
 from tests.tiny import FAMILIES, VOCAB, spd_decoder, tiny_head, tiny_model, tiny_target
 from training import head_loss
+from training import launch as training_launch
 from training.conversations import PadCollator, load_conversations
+from training.forward import teacher_features
+from training.head_loss import HeadLoss
 from training.new_head import new_head
 from training.optimizers import Float32Muon, build_optimizers, lr_factor, orthogonalise, orthogonalise_all
 from training.run_state import (
@@ -36,7 +41,10 @@ from training.run_state import (
     list_checkpoints,
     random_state,
     read_log,
+    save_checkpoint,
 )
+from training.start import layer_placement, read_draft_vocab
+from training.trainer import Trainer
 
 ROOT = Path(train.__file__).parent
 NUMBERS, STRIDES, REPLY = 12, 5, 20  # the language: "stride 3, start 4" is answered with 7 10 1 4 ... modulo 12
@@ -99,7 +107,7 @@ def script_error(work, tmp_path, capsys, *more):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["train.py", *arguments(work, tmp_path / "out", *more)])
         with pytest.raises(SystemExit) as stopped:
-            train.run_script(train.main, train.build_parser())
+            run_script(train.main, train.build_parser())
     assert stopped.value.code == 2
     lines = capsys.readouterr().err.strip().splitlines()
     lines = [line for line in lines if not line.startswith("conversations: ")]  # the data's progress bar
@@ -210,7 +218,7 @@ def test_signal_stops_after_the_step_and_auto_continues(work, tmp_path, monkeypa
     settings = ["--max_steps", 5, "--resume_from", "auto"]
     assert run(work, tmp_path / "whole", *settings) == 0
 
-    load, calls = train.Trainer.load, []
+    load, calls = Trainer.load, []
 
     def interrupted(self, *args):
         calls.append(None)
@@ -218,14 +226,14 @@ def test_signal_stops_after_the_step_and_auto_continues(work, tmp_path, monkeypa
             os.kill(os.getpid(), signal.SIGTERM)
         return load(self, *args)
 
-    monkeypatch.setattr(train.Trainer, "load", interrupted)
+    monkeypatch.setattr(Trainer, "load", interrupted)
     output = tmp_path / "stopped"
     assert run(work, output, *settings) == 128 + signal.SIGTERM
     assert [path.name for path in list_checkpoints(output)] == ["checkpoint-3"]
     assert not (output / CHECKPOINT_NAME).exists()
     assert "--resume_from auto" in capsys.readouterr().err
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    monkeypatch.setattr(train.Trainer, "load", load)
+    monkeypatch.setattr(Trainer, "load", load)
     assert run(work, output, *settings) == 0
     assert_same_weights(weights(tmp_path / "whole"), weights(output))
     assert comparable(tmp_path / "whole") == comparable(output)
@@ -276,7 +284,7 @@ def test_checkpoint_write_that_fails_leaves_the_old_one(work, tmp_path, monkeypa
 
     monkeypatch.setattr("training.run_state.torch.save", full)
     with pytest.raises(OSError, match="No space"):
-        train.save_checkpoint(output, 2, load_head(output, Target.load(str(work / "target"))), {}, keep=2)
+        save_checkpoint(output, 2, load_head(output, Target.load(str(work / "target"))), {}, keep=2)
     assert (output / "checkpoint-2" / STATE_NAME).read_bytes() == before
     assert list(output.glob(".checkpoint-*")) == []
 
@@ -406,7 +414,7 @@ def test_fp16_scaling(work, tmp_path, monkeypatch, scale):
     settings = ["--max_steps", 6, "--optimizer", "muon", "--lr_scheduler", "constant", "--warmup_steps", 0]
     assert run(work, tmp_path / "plain", *settings) == 0
     scaler = torch.amp.GradScaler("cpu", init_scale=scale, enabled=True)
-    monkeypatch.setattr(train.torch.amp, "GradScaler", lambda *_, **__: scaler)
+    monkeypatch.setattr(torch.amp, "GradScaler", lambda *_, **__: scaler)
     assert run(work, tmp_path / "scaled", *settings) == 0
     plain, scaled = training_lines(tmp_path / "plain"), training_lines(tmp_path / "scaled")
     assert all(line["skipped_steps"] == 0 for line in scaled)
@@ -442,10 +450,10 @@ def test_every_weight_gets_a_gradient():
     target = tiny_target("llama")
     head = tiny_head(target, (1, 1, 1, 1)).requires_grad_(True)
     ids, mask = torch.arange(12).view(2, 6), torch.ones(2, 6, dtype=torch.long)
-    features, hidden = train.teacher_features(target, ids, mask, head.config.aggr_feature_bound)
+    features, hidden = teacher_features(target, ids, mask, head.config.aggr_feature_bound)
     for labels, fill in ((ids, 1), (torch.full_like(ids, -100), 4)):
         teacher = {"features": features, "hidden": hidden, "labels": labels, "attention_mask": mask}
-        loss = train.HeadLoss(head, target)(teacher, (1, 1, 1, 1), fill)
+        loss = HeadLoss(head, target)(teacher, (1, 1, 1, 1), fill)
         loss.total.backward()
         assert all(weight.grad is not None for weight in head.parameters())
         moved = any(bool(weight.grad.any()) for weight in head.parameters())
@@ -558,7 +566,7 @@ def test_frozen_lm_head_stays_the_target_s(work, tmp_path, more):
 def test_types_without_rows_stay_where_they_are(work, tmp_path, monkeypatch, optimizer, version):
     """Guards rare types: a projection moves in the steps whose fills need it and in no other, momentum or not."""
     moved, fills = [], []
-    step = train.Trainer.train_step
+    step = Trainer.train_step
 
     def watched(self, signals):
         before = [[module.weight.detach().clone() for module in modules] for modules in self.head.projections]
@@ -571,7 +579,7 @@ def test_types_without_rows_stay_where_they_are(work, tmp_path, monkeypatch, opt
         fills.append({fill for _, fill in self.draw_fills(number)})
         return result
 
-    monkeypatch.setattr(train.Trainer, "train_step", watched)
+    monkeypatch.setattr(Trainer, "train_step", watched)
     more = ["--optimizer", optimizer, "--fill_alpha", 0.7, "--version", version, "--max_steps", 16]
     more += ["--aggr_feature_bound", "0,1,2,3,4"] if version == 11 else []
     assert run(work, tmp_path, *more, "--gradient_accumulation_steps", 1) == 0
@@ -628,12 +636,12 @@ def test_processes_share_muons_products(monkeypatch):
 
 def test_layers_are_placed_so_that_hidden_states_end_beside_the_head():
     """Guards sharded targets: all layers placed, in runs, the last on the head's GPU, where the rest lies."""
-    placement = train.layer_placement(10, range(1, 8, 3))  # GPUs 1, 4, 7
+    placement = layer_placement(10, range(1, 8, 3))  # GPUs 1, 4, 7
     layers = [placement[f"model.layers.{layer}"] for layer in range(10)]
     assert layers == sorted(layers, key=[4, 7, 1].index)
     assert set(layers) == {1, 4, 7}
     assert {placement[name] for name in ("model.embed_tokens", "model.norm", "lm_head")} == {layers[-1]}
-    assert set(train.layer_placement(3, range(1)).values()) == {0}
+    assert set(layer_placement(3, range(1)).values()) == {0}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -681,7 +689,7 @@ def test_layers_are_placed_so_that_hidden_states_end_beside_the_head():
 )
 def test_bad_input_is_one_line(work, tmp_path, capsys, monkeypatch, more, part):
     """Guards users: each mistake ends with exit code 2 and one line that names it, not with a traceback."""
-    monkeypatch.setattr(train, "find_spec", lambda name: None)
+    monkeypatch.setattr(training_launch, "find_spec", lambda name: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert part in script_error(work, tmp_path, capsys, *more)
 
@@ -701,7 +709,7 @@ def test_draft_vocabulary_fits_by_its_tokens(tmp_path, capsys, listed, warned):
     """A list for 151,643 or 151,669 tokens was refused by a model with 151,936 rows, all of its tokens among them."""
     path = tmp_path / "draft.json"
     path.write_text(json.dumps(listed), encoding="utf-8-sig")
-    assert train.read_draft_vocab(str(path), 61) == [1, 60]
+    assert read_draft_vocab(str(path), 61) == [1, 60]
     message = capsys.readouterr().err
     assert message.count("\n") == warned
     assert ("is it this target's tokenizer?" in message) == warned
@@ -719,7 +727,7 @@ def test_draft_vocabulary_of_another_target(work, tmp_path, capsys):
     for wrong in ([-1, 2], [], [1.5], "12"):
         path.write_text(json.dumps({"token_ids": wrong}))
         with pytest.raises(ValueError, match="--draft_vocab_json"):
-            train.read_draft_vocab(str(path), 61)
+            read_draft_vocab(str(path), 61)
 
 
 def test_earlier_checkpoints_are_found():
@@ -748,9 +756,9 @@ def test_lonely_process_is_refused(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    args = train.argparse.Namespace(tracker="none")
+    args = argparse.Namespace(tracker="none")
     with pytest.raises(ValueError, match="--multi_gpu"):
-        train.check_launch(args)
+        training_launch.check_launch(args)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -9,13 +9,17 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import train
+from loading.tokenizer import load_tokenizer
 from pipeline_model import HeadConfig, read_checkpoint
 from script_utils import lock_folder
 from tests.test_train import VOCAB, assert_same_weights, run, script_error, weights
 from tests.test_train import work as work  # a fixture
 from tests.tiny import FAMILIES
+from training import start
 from training.conversations import load_conversations
-from training.run_state import list_checkpoints
+from training.run_state import StopSignals, append_log, list_checkpoints
+from training.start import target_config
+from training.trainer import Trainer
 
 
 def names(output):
@@ -28,7 +32,7 @@ def test_the_last_validation_loses_nothing(work, tmp_path, monkeypatch, capsys, 
     head. Continued, it is the run that was not stopped."""
     whole, output = tmp_path / "whole", tmp_path / "out"
     assert run(work, whole, "--max_steps", 3) == 0
-    load = train.Trainer.load
+    load = Trainer.load
 
     def stopped(self, part, *rows):
         if part == "val":
@@ -38,7 +42,7 @@ def test_the_last_validation_loses_nothing(work, tmp_path, monkeypatch, capsys, 
         return load(self, part, *rows)
 
     with monkeypatch.context() as patch:
-        patch.setattr(train.Trainer, "load", stopped)
+        patch.setattr(Trainer, "load", stopped)
         if crash:
             with pytest.raises(RuntimeError):
                 run(work, output, "--max_steps", 3)
@@ -52,14 +56,14 @@ def test_the_last_validation_loses_nothing(work, tmp_path, monkeypatch, capsys, 
 
 def test_a_closed_terminal_leaves_a_checkpoint(work, tmp_path, monkeypatch):
     """Guards ssh that drops: SIGHUP killed the run. A validation amid the run is left at once, too."""
-    load = train.Trainer.load
+    load = Trainer.load
 
     def stopped(self, part, *rows):
         if part == "val":
             os.kill(os.getpid(), signal.SIGHUP)
         return load(self, part, *rows)
 
-    monkeypatch.setattr(train.Trainer, "load", stopped)
+    monkeypatch.setattr(Trainer, "load", stopped)
     assert run(work, tmp_path, "--max_steps", 9, "--eval_interval", 2) == 128 + signal.SIGHUP
     assert names(tmp_path) == ["checkpoint-2"]
     assert "validation" not in (tmp_path / "log.jsonl").read_text()
@@ -69,7 +73,7 @@ def test_nohup_is_respected():
     """Guards `nohup train.py`, which a closed terminal must not stop."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with train.StopSignals() as signals:
+        with StopSignals() as signals:
             os.kill(os.getpid(), signal.SIGHUP)
             assert signals.received is None
     finally:
@@ -135,7 +139,7 @@ def test_a_full_disk_names_the_last_checkpoint(work, tmp_path, monkeypatch, at):
     and the run goes on from it."""
     output, calls = tmp_path / "out", []
     name = "training.run_state.torch.save" if at == "checkpoint" else "training.run_state.append_text"
-    genuine = torch.save if at == "checkpoint" else train.append_log.__globals__["append_text"]
+    genuine = torch.save if at == "checkpoint" else append_log.__globals__["append_text"]
 
     def full(first, *more):
         calls.append(None)
@@ -186,8 +190,8 @@ def test_defaults_are_the_papers(monkeypatch):
     args = train.build_parser().parse_args(PAPER.split())
     target = FAMILIES["llama"](max_position_embeddings=4096)
     for name in ("load_target_config", "check_target_weights"):
-        monkeypatch.setattr(train, name, lambda *_, **__: target)
-    train.target_config(args)
+        monkeypatch.setattr(start, name, lambda *_, **__: target)
+    target_config(args)
     assert 8 * args.batch_size * args.gradient_accumulation_steps == 64
     assert (args.num_spec_layers, args.weight_decay, args.min_length, args.max_length) == (4, 0, 10, 2048)
     assert (args.max_length_overflow, args.lr, args.lr_scheduler, args.warmup_steps) == ("discard", 1e-4, "linear", 100)
@@ -199,12 +203,12 @@ def test_a_target_of_few_positions_takes_the_papers_command_line(monkeypatch):
     --max_length that is given and does not fit is refused."""
     target = FAMILIES["llama"](max_position_embeddings=256)
     for name in ("load_target_config", "check_target_weights"):
-        monkeypatch.setattr(train, name, lambda *_, **__: target)
+        monkeypatch.setattr(start, name, lambda *_, **__: target)
     args = train.build_parser().parse_args(PAPER.split())
-    train.target_config(args)
+    target_config(args)
     assert args.max_length == 256
     with pytest.raises(ValueError, match="--max_length is 300"):
-        train.target_config(train.build_parser().parse_args([*PAPER.split(), "--max_length", "300"]))
+        target_config(train.build_parser().parse_args([*PAPER.split(), "--max_length", "300"]))
 
 
 @pytest.mark.parametrize(
@@ -247,7 +251,7 @@ def test_base_layers_count_from_0(work, tmp_path):
 def test_the_cache_is_rebuilt_on_demand(work, tmp_path, monkeypatch):
     """Guards --force_rebuild_cache: rows that are there are tokenised again, and only then."""
     settings = {"data_path": work / "data.jsonl", "cache_dir": tmp_path, "verbose": False}
-    tokenizer = train.load_tokenizer(str(work / "target"))
+    tokenizer = load_tokenizer(str(work / "target"))
     rows = load_conversations(tokenizer=tokenizer, **settings).train["input_ids"]
     (cached,) = tmp_path.iterdir()
     before = cached.stat().st_ino

@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from numbers import Integral
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
@@ -33,8 +33,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from decoding.chat import Chat, Conversation
 from decoding.compiled import compiled_logits
-from decoding.nodes import CachePlan, HostCopies, NodeBatch, NodeBoard
+from decoding.nodes import CHECKPOINT, CachePlan, HostCopies, Kept, NodeBatch, NodeBoard
 from decoding.result import GenerationResult, TokenEvent
 from decoding.sampling import NEUTRAL, Sampling, Verdict, draw, verify
 from decoding.stage import partition
@@ -52,7 +53,7 @@ from loading.flags import (
     resolve_device,
     resolve_dtype,
 )
-from loading.target_config import default_target_path, load_target_config
+from loading.target_config import LINEAR, default_target_path, load_target_config
 from loading.target_files import check_attention_kernels, check_compiled
 from loading.tokenizer import encode_prompt, load_tokenizer, print_unused_settings, token_ids
 from pipeline_model import HeadCache, SpeculationHead, Target, read_checkpoint, read_head
@@ -85,6 +86,11 @@ class Turn:
     def __init__(self, *shared: object):
         self._number, self._shared = next(self._numbers), shared
 
+    @property
+    def is_held(self) -> bool:
+        """Whether nobody else has taken the turn since."""
+        return all(self._holders.get(shared) == self._number for shared in self._shared)
+
     def take(self) -> None:
         with self._lock:
             if any(self._holders.get(shared) in self._working for shared in self._shared):
@@ -94,7 +100,7 @@ class Turn:
     def __enter__(self) -> None:
         """A step begins."""
         with self._lock:
-            if any(self._holders.get(shared) != self._number for shared in self._shared):
+            if not self.is_held:
                 raise RuntimeError(
                     "this generation cannot go on: a later one has started on its executor or drafter, "
                     "which serve one generation at a time"
@@ -109,7 +115,7 @@ class PromptOutput(NamedTuple):
     """What a prompt of P tokens leaves behind."""
 
     logits: Tensor  # [V], the target's, behind the last token
-    features: Tensor  # [P, m, H], the anchors of every token
+    features: Tensor  # [P - kept, m, H], the anchors of every token that ran
 
 
 class Captured(NamedTuple):
@@ -162,9 +168,11 @@ class Executor(Protocol):
     anchors: tuple[int, ...]
     device: torch.device
     vocab_size: int
+    has_states: bool  # whether some layers are linear attention, which keeps states of a few tokens alone
+    is_undisturbed: bool  # whether its last generation was the last one in the stages' memory
 
     def start(self, prompt: Sequence[int], root: int, plan: CachePlan, timeline: Timeline) -> PromptOutput:
-        """Allocate memory, run the prompt; `root` is the node id of its last token."""
+        """Have memory, run what is not kept of the prompt; `root` is the node id of its last token."""
 
     def begin_cycle(self, position: int, entering: Sequence[Node]) -> Tensor | None:
         """Start a cycle; the entering nodes go into stage 0. Returns their h_0 [w, H], None when nothing enters.
@@ -186,6 +194,7 @@ class LocalExecutor:
     """All stages in this process, on one device, one after the other."""
 
     PREFILL_CHUNK = 4096  # prompt tokens a stage runs at once: bounds the memory of long prompts
+    is_undisturbed = True  # nobody else has these stages
 
     def __init__(
         self, target: Target, stage_sizes: Sequence[int], anchors: Sequence[int] = (0,), *, compiled: bool = False
@@ -193,6 +202,7 @@ class LocalExecutor:
         """`compiled`: as for `Stage`."""
         self.target, self.stage_sizes, self.anchors = target, tuple(stage_sizes), tuple(anchors)
         self.device, self.vocab_size = target.device, target.config.vocab_size
+        self.has_states = LINEAR in target.layer_types
         self.stages = partition(target, stage_sizes, compiled=compiled)
         self._compiled, self._logits = compiled, target.logits
         self._inputs: list[tuple[NodeBatch, Tensor] | None] = []  # what each stage runs next, [w, H]
@@ -210,11 +220,11 @@ class LocalExecutor:
             self._logits = compiled_logits(self.target)
         tokens = torch.tensor(prompt, device=self.device)
         features = []
-        for start in range(0, len(prompt), self.PREFILL_CHUNK):
-            hidden = self.target.embed(tokens[start : start + self.PREFILL_CHUNK])
+        for chunk in plan.kept.chunks(len(prompt), self.PREFILL_CHUNK):
+            hidden = self.target.embed(tokens[chunk.start : chunk.stop])
             captured = {0: hidden}
             for stage in self.stages:
-                hidden, anchors = stage.prefill(hidden, start)
+                hidden, anchors = stage.prefill(hidden, chunk.start)
                 captured |= anchors
             features.append(torch.stack([captured[b] for b in self.anchors], dim=1))
         return PromptOutput(self._logits(hidden[-1]), torch.cat(features))
@@ -274,7 +284,10 @@ class Drafter(Protocol):
     draft_token_ids: Tensor | None  # [V_d] target id of each draft id; None: V_d = V
 
     def start(self, plan: CachePlan, features: Tensor, path: Sequence[Node]) -> None:
-        """Take in the prompt: features [P, m, H] of all its tokens; `path` are the nodes of its last ones."""
+        """Take in the prompt: features [P, m, H] of all its tokens; `path` are the nodes of its last ones.
+
+        An `SPDDrafter` can do without the features of the first tokens, if it still has their rows.
+        """
 
     def enter(self, nodes: Sequence[Node], h0: Tensor) -> None:
         """New nodes enter the pipeline, with their h_0 [w, H]."""
@@ -323,37 +336,56 @@ class SPDDrafter:
         self._entered: tuple[list[int], Tensor] | None = None  # ids and h_0 of nodes that the next draft takes in
 
     def start(self, plan: CachePlan, features: Tensor, path: Sequence[Node]) -> None:
-        prompt_length = len(features)
-        self._allocate(plan)
+        prompt_length = path[-1].position + 1
+        kept = prompt_length - len(features)
+        self._allocate(plan, kept)
         self._anchor_features = dict(zip(self._anchors, self._features.unbind(1), strict=True))
         self._row_types = [None] * plan.nodes
         for node in path:
-            self._features[node.id] = features[node.position]
+            self._features[node.id] = features[node.position - kept]
         # Behind the first generated token, at distance 1, stands the last token of the prompt.
         staying = prompt_length if self.use_deepest else max(0, prompt_length - self._num_stages + 1)
-        for begin in range(0, staying, self.PREFILL_CHUNK):
+        for begin in range(kept, staying, self.PREFILL_CHUNK):
             part = slice(begin, min(begin + self.PREFILL_CHUNK, staying))
-            rows = self.head.shown_rows(self._types[-1], features[part])
+            rows = self.head.shown_rows(self._types[-1], features[part.start - kept : part.stop - kept])
             self.head.forward_rows(rows, self.target.rope(part.stop, part.start), self._cache)
             self._cache.length = part.stop
 
-    def _allocate(self, plan: CachePlan) -> None:
-        """Memory for a generation: new, but for compiled steps, which keep theirs."""
+    def _allocate(self, plan: CachePlan, kept: int) -> None:
+        """Memory for a generation, with the first `kept` rows: new, but for compiled steps, which keep theirs."""
+        before, self._cache = self._cache if kept else None, None
         if self._compiled:
-            plan, kept = plan.in_steps(), self._static
-            if kept is None or not kept.plan.fits(plan) or kept.plan.width != plan.width:
-                plan = plan if kept is None else plan.joined(kept.plan)
-                self._static = kept = None  # its memory can be used again
+            plan, static = plan.in_steps(), self._static
+            if static is None or not static.plan.fits(plan) or static.plan.width != plan.width:
+                plan = plan if static is None else plan.joined(static.plan)
+                self._static = static = None  # its memory can be used again
                 self._static = StaticHead(self.head, self.target, self._stage_sizes, plan)
             self._cache, self._features, self._rows = self._static.cache, self._static.features, self._static.shown
-            self._cache.clear()
+            self._cache.clear(kept if self._cache is before else 0)
+            if kept and self._cache is not before:
+                self._cache.take(before, kept)
             return
         # Rows of in-flight nodes follow the rows that stay; a chain has at most n + 1 of them, a tree `nodes`.
         self._cache = HeadCache(self.head, plan.slots + plan.nodes)
+        if kept:
+            self._cache.take(before, kept)
         like, hidden = {"dtype": self.target.dtype, "device": self.target.device}, self.target.config.hidden_size
         self._features = torch.zeros(plan.nodes, len(self._anchors), hidden, **like)
         depth = len(self.head.spec_layers) if self.head.fixed_rows else 1
         self._rows = torch.zeros(depth, plan.nodes, hidden, **like)
+
+    def settle(self, tree: TokenTree) -> int:
+        """A generation is over: take in what has completed. Returns how many tokens have rows for the next one."""
+        if self._entered is not None:  # behind the last draft
+            ids, h0 = self._entered
+            self._anchor_features[0][ids] = h0
+        nodes = [node for node in tree.path if self._cache.length <= node.position < tree.completed]
+        if nodes and nodes[0].position == self._cache.length:
+            rows = self.head.shown_rows(self._types[-1], self._features[[node.id for node in nodes]])
+            part = slice(nodes[0].position, nodes[-1].position + 1)
+            self.head.forward_rows(rows, self.target.rope(part.stop, part.start), self._cache)
+            self._cache.length = part.stop
+        return min(self._cache.length, tree.completed)
 
     def enter(self, nodes: Sequence[Node], h0: Tensor) -> None:
         for node in nodes:
@@ -538,13 +570,24 @@ class Decoder:
         """Decode to the end. Arguments and errors as `start`."""
         return self.start(prompt, max_new_tokens).finish()
 
-    def start(self, prompt: Sequence[int] | Tensor | np.ndarray, max_new_tokens: int) -> Generation:
+    def start(
+        self,
+        prompt: Sequence[int] | Tensor | np.ndarray,
+        max_new_tokens: int,
+        *,
+        after: Generation | None = None,
+        checkpoint: int = 0,
+    ) -> Generation:
         """A generation to iterate over (it streams TokenEvents) or to `finish`.
 
         prompt: token ids, as `token_ids` takes them. Stops after exactly `max_new_tokens`, or with the first end token.
         ValueError as `check`. A generation that was left half-way cannot go on once the next one has begun (`Turn`).
+
+        after: the last generation of this decoder. The tokens with which both begin are not run again, as far as the
+        caches still have them. checkpoint: so many tokens of this prompt, at least, will begin the next one; targets
+        with linear attention keep their state after these.
         """
-        return Generation(self, self.check(prompt, max_new_tokens), max_new_tokens)
+        return Generation(self, self.check(prompt, max_new_tokens), max_new_tokens, after, checkpoint)
 
     def check(self, prompt: Sequence[int] | Tensor | np.ndarray, max_new_tokens: int) -> list[int]:
         """The prompt as a list of ids.
@@ -564,9 +607,19 @@ class Generation:
     Iterating runs it and streams its tokens; `result` is complete when the iteration ends.
     """
 
-    def __init__(self, decoder: Decoder, prompt: list[int], max_new_tokens: int):
+    def __init__(
+        self,
+        decoder: Decoder,
+        prompt: list[int],
+        max_new_tokens: int,
+        after: Generation | None = None,
+        checkpoint: int = 0,
+    ):
         self._settings = decoder
         self._executor, self._drafter, self._sampling = decoder.executor, decoder.drafter, decoder.sampling
+        self._after, self._checkpoint = after, 0
+        if checkpoint and self._executor.has_states:
+            self._checkpoint = min(checkpoint, len(prompt) - 1)  # the last token's states are those of its node
         self._turn = Turn(self._executor, *([] if self._drafter is None else [self._drafter]))
         self._prompt, self._max_new_tokens = prompt, max_new_tokens
         self._end = len(prompt) + max_new_tokens  # no token stands here or beyond
@@ -577,7 +630,7 @@ class Generation:
         candidates = (in_flight + 1 + decoder.verify_lag) * width
         self._plan = CachePlan(
             slots=self._end + (candidates if tree else 0),
-            nodes=candidates + num_stages + 3,
+            nodes=candidates + num_stages + 4,  # one of them is CHECKPOINT
             tree=tree,
             width=width if tree else decoder.draft_chain + 1,
         )
@@ -599,6 +652,7 @@ class Generation:
         return self._events
 
     def _run(self) -> Iterator[TokenEvent]:
+        self._find_kept()
         self._turn.take()
         event, prefill = self._timed(self._prefill)
         yield event
@@ -629,6 +683,51 @@ class Generation:
         for _ in self:
             pass
         return self.result
+
+    def stop(self) -> None:
+        """End here, between two tokens: whoever iterates gets no further one, and the times are complete."""
+        self.result.stop_reason = self.result.stop_reason or "stopped"
+
+    @torch.inference_mode()
+    def kept_for(self, prompt: Sequence[int]) -> Kept:
+        """What this generation has left in the caches for another one with this prompt, if nothing ran since.
+
+        The last n + 1 tokens of a prompt always run: the drafter needs their anchors.
+        """
+        if not (self.result.tokens and self._turn.is_held and self._executor.is_undisturbed):
+            return Kept()
+        shared = shared_length(self._prompt + self.result.tokens, prompt)
+        most = max(0, min(shared, self.tree.completed, len(prompt) - self.tree.keep))
+        if self._drafter is not None:
+            most = min(most, self._settle_drafter())
+        length, node, behind_prompt = most, CHECKPOINT, len(self._prompt)
+        if self._executor.has_states:
+            known = [node for node in self.tree.path if node.completed and node.position + 1 >= behind_prompt]
+            states = {0: CHECKPOINT, self._plan.kept.checkpoint: CHECKPOINT}
+            states |= {node.position + 1: node.id for node in known}
+            length, node = max(state for state in states.items() if state[0] <= most)
+        slots = self.tree.slots[: max(0, length - behind_prompt)] if self._plan.tree else ()
+        return Kept(length, node, tuple(slots))
+
+    def _settle_drafter(self) -> int:
+        """How many tokens the drafter has rows of, once it knows all that has been computed."""
+        if not isinstance(self._drafter, SPDDrafter):
+            return 0
+        captured, self._captured = self._captured, ()
+        self._drafter.observe(captured)
+        return self._drafter.settle(self.tree)
+
+    def _find_kept(self) -> None:
+        """Plan what need not run of the prompt, and where a linear-attention state is to stay."""
+        after, self._after = self._after, None
+        kept, wanted = Kept(), self._checkpoint
+        if after is not None and (after._executor, after._drafter) == (self._executor, self._drafter):
+            kept = after.kept_for(self._prompt)
+        if wanted <= kept.length:  # that state is not to be had any more, but an earlier one may be there
+            earlier = 0 if after is None else after._plan.kept.checkpoint
+            wanted = earlier if earlier <= kept.length else 0
+        self._plan = self._plan._replace(kept=kept._replace(checkpoint=wanted))
+        self.result.kept_tokens = kept.length
 
     @torch.inference_mode()
     def _prefill(self) -> TokenEvent:
@@ -896,7 +995,19 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--prompt", type=str, nargs="+", action="extend", help="one or more, repeatable; unset: three of our own"
     )
+    add_chat_argument(parser)
     return parser
+
+
+def add_chat_argument(parser: Parser) -> None:
+    parser.add_argument("--chat", action="store_true", help="a conversation in the terminal, in place of prompts")
+
+
+def check_chat(args: argparse.Namespace, *others: str) -> None:
+    """ValueError for flags, among these, that cannot go with --chat."""
+    for name in others:
+        if args.chat and getattr(args, name):
+            raise ValueError(f"--chat is a conversation in the terminal: it cannot go with --{name}")
 
 
 def check_arguments(args: argparse.Namespace) -> None:
@@ -906,6 +1017,7 @@ def check_arguments(args: argparse.Namespace) -> None:
     check_template_flags(args)
     check_attention(args.attn_implementation, args.draft_top_k, args.compile)
     check_seed(args.seed)
+    check_chat(args, "prompt", "trace", "html", "pipeline_first")
     for name in ("trace", "html", "pipeline_first", "profile_timing"):
         if getattr(args, name) and not args.spec_head_ckpt:
             raise ValueError(f"--{name} is about the pipeline: it needs --spec_head_ckpt")
@@ -977,9 +1089,7 @@ class Demo:
 
     def run(self) -> int:
         """Print every prompt's generations; write trace and page. Exit code 1 for a difference that must not be."""
-        print_unused_settings(self.base_model_path)
-        if "pipeline" in self.decoders:
-            print(ONE_PROCESS.format(len(self.decoders["pipeline"].executor.stage_sizes)))
+        self.print_notes()
         self.warm_up()
         failed, traces, shown = False, {}, []
         for number, (prompt, ids) in enumerate(self.prompts, start=1):
@@ -1013,6 +1123,12 @@ class Demo:
             verify_lag=self.args.verify_lag,
         )
 
+    def print_notes(self) -> None:
+        """What to know before the first text."""
+        print_unused_settings(self.base_model_path)
+        if "pipeline" in self.decoders:
+            print(ONE_PROCESS.format(len(self.decoders["pipeline"].executor.stage_sizes)))
+
     def warm_up(self) -> None:
         """A short unrecorded generation of each kind, so that no times have allocations and kernel choices in them."""
         prompt = self.prompts[0][1][:WARMUP_PROMPT]
@@ -1026,15 +1142,35 @@ class Demo:
         """
         print(paint(f"{name}:", "bold"))
         generation = self.decoders[name].start(ids, self.args.max_new_tokens)
+        self.show(name, generation)
+        return generation
+
+    def show(self, name: str, events: Iterable[TokenEvent]) -> None:
+        """Print the text of tokens: as it comes where somebody watches, or when it is complete."""
         if not self.terminal:
-            print(self.tokenizer.decode(generation.finish().tokens, skip_special_tokens=True))
-            return generation
+            print(self.tokenizer.decode([event.token for event in events], skip_special_tokens=True))
+            return
         text = TextStream(self.tokenizer)
-        for event in generation:
+        for event in events:
             piece = text.put(event.token)
             print(paint(piece, event.style) if name == "pipeline" else piece, end="", flush=True)
         print(text.end())
-        return generation
+
+    def chat(self) -> int:
+        """A conversation in the terminal, with the pipeline if there is a head. Returns the exit code."""
+        args, name = self.args, "pipeline" if "pipeline" in self.decoders else "standard"
+        self.decoders = {name: self.decoders[name]}
+        self.print_notes()
+        self.warm_up()
+        longest = self.target.config.max_position_embeddings - args.max_new_tokens + 1
+        chat = Chat(
+            Conversation(self.tokenizer, longest, enable_thinking=args.enable_thinking),
+            self.tokenizer,
+            start=self.decoders[name].start,
+            show=partial(self.show, name),
+            describe=partial(answer_lines, name, self.spec_layers, args.profile_timing),
+        )
+        return chat.run(args.max_new_tokens)
 
     def print_speeds(self, results: Mapping[str, GenerationResult]) -> None:
         """The speed-up that the pipeline stands for, and then what each generation did."""
@@ -1101,6 +1237,15 @@ def result_line(name: str, result: GenerationResult, num_spec_layers: int) -> st
     )
 
 
+def answer_lines(name: str, num_spec_layers: int, with_times: bool, result: GenerationResult) -> str:
+    """What a chat says of an answer: one line, and where a cycle's time went if that is asked for."""
+    line = result_line(name, result, num_spec_layers)
+    if result.alpha is not None and result.cycles:
+        line += f" ({result.ideal_tokens_per_second:.1f} tokens/s with a device per stage)"
+    line += f", {result.kept_tokens} tokens of the prompt were in memory" if result.kept_tokens else ""
+    return f"{line}\n{time_table(result.timings, result.cycles)}" if with_times and result.cycles else line
+
+
 def speedup_line(standard: GenerationResult, result: GenerationResult) -> str:
     """Both speeds of the pipeline over the measured speed of the target alone."""
     alone = standard.tokens_per_second
@@ -1126,7 +1271,8 @@ def shared_length(first: Sequence, second: Sequence) -> int:
 
 def main(args: argparse.Namespace) -> int:
     quiet_libraries()
-    return Demo(args).run()
+    demo = Demo(args)
+    return demo.chat() if args.chat else demo.run()
 
 
 if __name__ == "__main__":

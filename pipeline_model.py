@@ -881,6 +881,12 @@ class HeadCache:
         self._keys = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
         self._values = torch.zeros_like(self._keys)
 
+    def take(self, other: HeadCache, length: int) -> None:
+        """Begin with the first rows of another cache."""
+        self.length = length
+        self._keys[:, :, :, :length] = other._keys[:, :, :, :length]
+        self._values[:, :, :, :length] = other._values[:, :, :, :length]
+
     def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Put R rows behind the `length` ones; return all of them, [1, H_kv, length + R, D] each."""
         end = self.length + key.shape[2]
@@ -892,11 +898,11 @@ class HeadCache:
         """All memory of a layer, [1, H_kv, capacity, D] each."""
         return self._keys[layer], self._values[layer]
 
-    def clear(self) -> None:
-        """Forget all rows: a mask hides what an earlier generation left, unless that is no number."""
-        self.length = 0
-        self._keys.zero_()
-        self._values.zero_()
+    def clear(self, kept: int = 0) -> None:
+        """Forget all but the first rows: a mask hides what an earlier generation left, unless that is no number."""
+        self.length = kept
+        self._keys[:, :, :, kept:].zero_()
+        self._values[:, :, :, kept:].zero_()
 
 
 class DraftHead(nn.Module):

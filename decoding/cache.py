@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +45,24 @@ class KVMemory:
             self.values[0].index_copy_(1, place.slots, value[:, :, 0].transpose(0, 1))
         rows, shown = len(key), slice(oldest, place.used)
         return self.keys[:, :, shown].expand(rows, -1, -1, -1), self.values[:, :, shown].expand(rows, -1, -1, -1)
+
+    def move(self, slots: Tensor, to: slice) -> None:
+        """Copy what is in some slots to others, which follow each other."""
+        for tensor in self.tensors():
+            tensor[:, :, to] = tensor[:, :, slots]
+
+    def resize(self, plan: CachePlan) -> None:
+        """Have memory for a larger plan; what is in it stays."""
+        self.keys, self.values = (_extended(tensor, 2, plan.slots) for tensor in self.tensors())
+
+    def first_places(self) -> list[Tensor]:
+        """The memory of slot 0."""
+        return [tensor[:, :, 0] for tensor in self.tensors()]
+
+    def clear(self, kept: int) -> None:
+        """Forget all slots but the first `kept`."""
+        for tensor in self.tensors():
+            tensor[:, :, kept:].zero_()
 
     def tensors(self) -> tuple[Tensor, Tensor]:
         return self.keys, self.values
@@ -90,6 +110,23 @@ class LinearMemory:
         self._gathered = None
         return state
 
+    def move(self, slots: Tensor, to: slice) -> None:
+        """There are no slots here."""
+
+    def resize(self, plan: CachePlan) -> None:
+        """Have memory for a larger plan; what is in it stays."""
+        self.conv, self.recurrent = (_extended(tensor, 0, plan.nodes) for tensor in self.tensors())
+
+    def first_places(self) -> list[Tensor]:
+        """The memory of node 0."""
+        return [tensor[0] for tensor in self.tensors()]
+
+    def clear(self, kept: int) -> None:
+        """Forget all states, unless tokens are kept: then one of them is still needed."""
+        if not kept:
+            for tensor in self.tensors():
+                tensor.zero_()
+
     def tensors(self) -> tuple[Tensor, Tensor]:
         return self.conv, self.recurrent
 
@@ -127,14 +164,40 @@ class StageCache:
         """Bytes held, all layers together."""
         return sum(tensor.nbytes for tensor in self.tensors())
 
-    def clear(self) -> None:
-        """Forget all numbers: a mask hides what an earlier generation left, unless that is no number."""
-        for tensor in self.tensors():
-            tensor.zero_()
+    def clear(self, kept: int = 0) -> None:
+        """Forget all but the first tokens: a mask hides what an earlier generation left, unless that is no number."""
+        for memory in self._layers.values():
+            memory.clear(kept)
 
-    def prefill(self, start: int, length: int, root: Tensor) -> None:
-        """The layers will run prompt positions `start .. start + length - 1`; `root` [1] is the prompt's node id."""
-        self._run_at(Place(start, start + length, None, root if start else None, root))
+    def move(self, slots: Sequence[int], end: int) -> None:
+        """Bring what is in some KV slots to the slots before `end`, in this order."""
+        at_slots, to = None, slice(end - len(slots), end)
+        for memory in self._layers.values():
+            if at_slots is None:
+                at_slots = torch.tensor(slots, device=memory.tensors()[0].device)
+            memory.move(at_slots, to)
+
+    def resize(self, plan: CachePlan) -> None:
+        """Have memory for a larger plan, layer by layer; what is in it stays."""
+        self.plan = plan
+        for memory in self._layers.values():
+            memory.resize(plan)
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Around trial runs, whose nodes all have slot 0 and id 0: what was there is there again afterwards."""
+        places = [place for memory in self._layers.values() for place in memory.first_places()]
+        saved = [place.clone() for place in places]
+        yield
+        for place, numbers in zip(places, saved, strict=True):
+            place.copy_(numbers)
+
+    def prefill(self, start: int, length: int, parent: Tensor, node: Tensor) -> None:
+        """The layers will run positions `start .. start + length - 1` of the prompt.
+
+        Linear-attention layers go on from the states of `parent` and leave theirs under `node`, [1] node ids both.
+        """
+        self._run_at(Place(start, start + length, None, parent if start else None, node))
 
     def enter(self, batch: NodeBatch) -> None:
         """The layers will run this batch: a tree's, which has masks, or a chain's."""
@@ -156,6 +219,13 @@ class StageCache:
         """Convolution [channels, kernel] and recurrent [heads, D_k, D_v] state of a node in a linear layer."""
         memory = self._layers[layer]
         return memory.conv[node], memory.recurrent[node]
+
+
+def _extended(tensor: Tensor, dim: int, size: int) -> Tensor:
+    """A larger tensor that begins with this one, and is zero behind it."""
+    larger = tensor.new_zeros(*tensor.shape[:dim], size, *tensor.shape[dim + 1 :])
+    larger.narrow(dim, 0, tensor.shape[dim]).copy_(tensor)
+    return larger
 
 
 def linear_states(

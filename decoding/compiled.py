@@ -8,6 +8,7 @@ is an error (`NotCompiled`), never run otherwise.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -30,11 +31,18 @@ class NotCompiled(ValueError):
 
 @contextmanager
 def compiling(what: str) -> Iterator[None]:
-    """Around a first run: NotCompiled, which names `what`, where something cannot be compiled."""
+    """Around a first run: NotCompiled, which names `what`, where something cannot be compiled.
+
+    On a terminal, a line says what is going on, for as long as it lasts.
+    """
+    shown = f"compiling {what} ..." if sys.stderr.isatty() else ""
+    print(shown, end="", file=sys.stderr, flush=True)
     try:
         yield
     except (TorchDynamoException, FailOnRecompileLimitHit) as error:
         raise NotCompiled(f"{what} cannot be compiled here ({first_line(error)}): leave --compile out") from None
+    finally:
+        print("\r" + " " * len(shown) + "\r" if shown else "", end="", file=sys.stderr, flush=True)
 
 
 def layers_of(target: Target) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -66,13 +66,34 @@ class NodeBatch(NamedTuple):
 SLOT_STEP, NODE_STEP = 512, 32  # capacities of compiled stages grow by these
 
 
+CHECKPOINT = 0  # node id that no token has: its linear-attention states are those after a part of the prompt
+
+
+class Kept(NamedTuple):
+    """What of a prompt is in memory already, from the generation before it. By default nothing is."""
+
+    length: int = 0  # tokens at the start of the prompt that all caches hold
+    node: int = CHECKPOINT  # node id whose linear-attention states are those after the kept tokens
+    slots: tuple[int, ...] = ()  # KV slots of the newest kept tokens, where these are not their positions
+    checkpoint: int = 0  # for the next generation: states after so many tokens of the prompt stay under CHECKPOINT
+
+    def chunks(self, prompt_length: int, size: int) -> Iterator[range]:
+        """Positions of the tokens to run, at most `size` at once; a chunk ends at the checkpoint."""
+        start = self.length
+        while start < prompt_length:
+            end = self.checkpoint if start < self.checkpoint else prompt_length
+            yield range(start, min(start + size, end))
+            start = min(start + size, end)
+
+
 class CachePlan(NamedTuple):
-    """How much memory one generation needs; nothing grows after it is allocated."""
+    """How much memory one generation needs, and what it finds there; nothing grows after it is allocated."""
 
     slots: int  # KV slots: prompt + new tokens, and in a tree one for each live node
     nodes: int  # node ids that can be alive at once
     tree: bool  # False: a chain, slot = position, no masks
     width: int = 1  # nodes that run at once, at most: W, or the tokens of a drafted chain; 0: the prompt alone
+    kept: Kept = Kept()
 
     def fits(self, other: CachePlan) -> bool:
         """Whether memory made for this plan serves the other one as well."""

@@ -33,9 +33,10 @@ class GenerationResult:
     cycles: int = 0
     verified_by_fill: list[int] = field(default_factory=list)  # index F - 1: drafts made with F tokens in flight
     accepted_by_fill: list[int] = field(default_factory=list)
-    stop_reason: str = ""  # "eos" or "length"
+    stop_reason: str = ""  # "eos", "length" or "stopped"
     timings: Timings = field(default_factory=Timings)
     prefill_tokens: int = 1  # tokens that the prefill gave: one, but where it verifies drafts already
+    kept_tokens: int = 0  # of the prompt: they were in memory, and the prefill did not run them
 
     @property
     def new_tokens(self) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from decoding.cache import StageCache
 from decoding.compiled import compiled_layer, compiling, layers_of
-from decoding.nodes import CachePlan, NodeBatch
+from decoding.nodes import CHECKPOINT, CachePlan, Kept, NodeBatch
 from loading.target_config import LINEAR, SLIDING, is_linear_attention
 from pipeline_model import Masks, Target, layers_available
 
@@ -37,21 +37,26 @@ class Stage:
         self.cache: StageCache | None = None  # as large as the largest generation so far
         self._static: dict[tuple[int, bool], StaticForward] = {}  # of compiled batches, by width and whether of a tree
         self._forward: StaticForward  # of this generation
+        self._kept: Kept
+        self._state: Tensor  # [1] node id whose linear-attention states the rest of the prompt goes on from
         self._root: Tensor  # [1] node id of the prompt's last token
+        self._checkpoint: Tensor  # [1] CHECKPOINT
 
     def start(self, plan: CachePlan, root: int, anchors: Iterable[int] = ()) -> None:
         """A generation begins: have memory for it, capture those of the anchors that these layers produce."""
-        target = self._target
+        target, kept = self._target, plan.kept
         self.anchors = frozenset(b for b in anchors if self.layers.start < b <= self.layers.stop)
         if self._compiled:
             plan = plan.in_steps()
+        if kept.slots:
+            self.cache.move(kept.slots, kept.length)
         if self.cache is None or not self.cache.plan.fits(plan):
-            plan = plan if self.cache is None else plan.joined(self.cache.plan)
-            self.cache, self._static = None, {}  # their memory can be used again
-            self.cache = StageCache(target.config, self.layers, plan, target.dtype, target.device)
+            self._make_room(plan)
         elif plan.tree or self._compiled:
-            self.cache.clear()
-        self._root = torch.tensor([root], device=target.device)
+            self.cache.clear(kept.length)
+        self._kept = kept
+        nodes = torch.tensor([kept.node, root, CHECKPOINT], device=target.device)
+        self._state, self._root, self._checkpoint = nodes.split(1)
         if self._compiled and plan.width:
             kind = plan.width, plan.tree
             if kind not in self._static:
@@ -59,10 +64,23 @@ class Stage:
             self._forward = self._static[kind]
             self._forward.start(self.anchors)
 
+    def _make_room(self, plan: CachePlan) -> None:
+        """Have memory for a plan that does not fit; with what is in memory, where tokens are kept."""
+        target = self._target
+        self._static = {}
+        plan = plan if self.cache is None else plan.joined(self.cache.plan)
+        if plan.kept.length:
+            self.cache.resize(plan)
+        else:
+            self.cache = None  # its memory can be used again
+            self.cache = StageCache(target.config, self.layers, plan, target.dtype, target.device)
+
     def prefill(self, hidden: Tensor, start: int) -> tuple[Tensor, dict[int, Tensor]]:
-        """Run a chunk of the prompt, [q, H] at positions start .. start + q - 1."""
+        """Run a chunk of the prompt, [q, H] at positions start .. start + q - 1: one of `Kept.chunks`."""
         length = len(hidden)
-        self.cache.prefill(start, length, self._root)
+        node = self._checkpoint if start + length <= self._kept.checkpoint else self._root
+        self.cache.prefill(start, length, self._state, node)
+        self._state = node
         masks = self._target.prompt_masks(length, start, hidden.device)
         return _rows(*self._run(self.layers, hidden[None], slice(start, start + length), masks), 0)
 
@@ -97,7 +115,8 @@ class Stage:
                 hidden = torch.cat([part for part, _ in parts], dim=1)
                 captured |= {b: torch.cat([found[b] for _, found in parts], dim=1) for b in parts[0][1]}
             else:
-                self.cache.prefill(start, len(batches), batches[-1].nodes)
+                nodes = batches[-1].nodes
+                self.cache.prefill(start, len(batches), nodes, nodes)
                 hidden, found = self._run(layers, hidden, positions, masks)
                 captured |= found
         return _rows(hidden, captured, 0)
@@ -154,7 +173,7 @@ class StaticForward:
         self._masks.full[..., 0] = True  # no row without a key
         if self._target.window is not None:
             self._masks.window[..., 0] = True
-        with compiling(layers_of(self._target)):
+        with compiling(layers_of(self._target)), self._cache.restored():
             for _ in range(WARM_UP_RUNS):
                 self._forward()
         if self._target.device.type == "cuda":

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from decoding.nodes import CachePlan, NodeRow
+from decoding.nodes import CHECKPOINT, CachePlan, NodeRow
 from decoding.sampling import Verdict
 
 
@@ -42,12 +42,13 @@ class TokenTree:
     """
 
     def __init__(self, plan: CachePlan, prompt: Sequence[int], num_stages: int):
-        self._free_ids = list(range(plan.nodes))  # a heap: lowest first
+        self._free_ids = [id for id in range(plan.nodes) if id != CHECKPOINT]  # a heap: lowest first
         self._free_slots = list(range(len(prompt), plan.slots)) if plan.tree else None  # likewise
-        self._keep = num_stages + 1
+        self.keep = num_stages + 1  # emitted tokens that are nodes, at most
+        self.slots: list[int] = []  # KV slots of all tokens behind the prompt
         self.path: deque[Node] = deque()
         self.levels: deque[list[Node]] = deque()
-        first = max(0, len(prompt) - self._keep)
+        first = max(0, len(prompt) - self.keep)
         for position, token in enumerate(prompt[first:], start=first):
             parent = self.path[-1] if self.path else None
             self.path.append(Node(token, position, heapq.heappop(self._free_ids), position, parent, completed=True))
@@ -65,8 +66,12 @@ class TokenTree:
     @property
     def fill(self) -> int:
         """Tokens in flight when the next position is drafted, 1 .. n: the newest counts even if it has completed."""
-        done = next(node.position for node in reversed(self.path) if node.completed)
-        return max(1, self.frontier[0].position - done)
+        return max(1, self.frontier[0].position + 1 - self.completed)
+
+    @property
+    def completed(self) -> int:
+        """Emitted tokens, from the start of the prompt on, that have been through all stages."""
+        return next(node.position for node in reversed(self.path) if node.completed) + 1
 
     def new_node(self, token: int, parent: Node, score: float = 0.0, fill: int = 0) -> Node:
         position = parent.position + 1
@@ -92,7 +97,8 @@ class TokenTree:
             for node in dead:
                 self._release(node)
         self.path.append(chosen or self.new_node(verdict.token, self.root))
-        if len(self.path) > self._keep:
+        self.slots.append(self.root.slot)
+        if len(self.path) > self.keep:
             # Its children have all been through every stage, and no rolled-back draft reaches back this far.
             heapq.heappush(self._free_ids, self.path.popleft().id)
             self.path[0].parent = None

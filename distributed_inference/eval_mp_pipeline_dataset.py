@@ -123,6 +123,8 @@ class PipelinePlanner(Planner):
 class DistributedEvaluation:
     """Every combination of head, n, temperature and width, on all prompts."""
 
+    interactive = False
+
     def __init__(self, args: argparse.Namespace):
         self.args = args
 
@@ -150,6 +152,9 @@ class DistributedEvaluation:
         write_reports(self.args, workers.profiles, workers.traces)
         lead.faithfulness.report()
         return code
+
+    def interrupted(self) -> bool:
+        return False
 
     def last_words(self) -> None:
         print("[stopped] finished rows are kept: --resume goes on from there", flush=True)

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -20,16 +21,28 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from decoding.chat import Chat, Conversation
 from decoding.metrics import accept_length
 from decoding.result import GenerationResult, TokenEvent
 from decoding.sampling import Sampling
 from decoding.text import TextStream, paint
 from distributed_inference.cycle_profile import Cycle, cycles, write_reports
 from distributed_inference.launch import Checked, Lead, RankParser, add_arguments
-from distributed_inference.self_launch import run
+from distributed_inference.self_launch import run, take_ctrl_c
 from loading.chat_template import use_template
 from loading.tokenizer import encode_prompt, load_tokenizer, print_unused_settings
-from pipeline_inference import PROMPTS, Decoder, Generation, page_facts, page_title, result_line, shared_length
+from pipeline_inference import (
+    PROMPTS,
+    Decoder,
+    Generation,
+    add_chat_argument,
+    answer_lines,
+    check_chat,
+    page_facts,
+    page_title,
+    result_line,
+    shared_length,
+)
 from script_utils import check_output_file
 from timeline import stage_row, time_table
 from viewer.page import Setting, run_of, write_page
@@ -43,6 +56,7 @@ def build_parser() -> RankParser:
         "--prompt", type=str, nargs="+", action="extend", help=f"one or more, repeatable; unset: {PROMPT!r}"
     )
     add_arguments(parser)
+    add_chat_argument(parser)
     parser.add_argument("--baseline", action="store_true", help="stream the target alone first, on the same ranks")
     parser.add_argument(
         "--html", metavar="FILE", help="write a page that shows the ranks at work, beside the target alone on them"
@@ -57,9 +71,12 @@ class Example:
         self.args = args
         self._tokens: list[int] = []  # of the generation under way, all verified
         self._comparison = Comparison()
+        self.interactive = args.chat
+        self._chat: Chat | None = None
 
     def prepare(self, checked: Checked) -> None:
         args = self.args
+        check_chat(args, "prompt", "baseline", "html", "trace", "profile_timing")
         check_output_file("--html", args.html)
         self.tokenizer = load_tokenizer(checked.base_model_path, args.trust_remote_code)
         use_template(self.tokenizer, args)
@@ -80,6 +97,8 @@ class Example:
         decoder.keep_trace, decoder.keep_head = decoder.keep_trace or args.html is not None, args.html is not None
         lead.warm_up(self.prompts[0][1], decoder)
         print_unused_settings(lead.checked.base_model_path)
+        if args.chat:
+            return self._converse(lead, decoder)
         setting = self._setting(lead, decoder)
         profile: list[Cycle] = []
         traces, shown = {}, []
@@ -107,6 +126,24 @@ class Example:
             write_page(args.html, setting, shown)
         lead.faithfulness.report()
         return int(self._comparison.differs and lead.target.dtype == torch.float32)
+
+    def _converse(self, lead: Lead, decoder: Decoder) -> int:
+        """A conversation in the terminal. Returns the exit code."""
+        args, [path] = self.args, self.args.spec_head_ckpt
+        longest = lead.checked.target_config.max_position_embeddings - args.max_new_tokens + 1
+        num_spec_layers = lead.checked.heads[path].num_spec_layers
+        self._chat = Chat(
+            Conversation(self.tokenizer, longest, enable_thinking=args.enable_thinking),
+            self.tokenizer,
+            start=decoder.start,
+            show=self._stream_line,
+            describe=partial(answer_lines, "pipeline", num_spec_layers, False),
+        )
+        take_ctrl_c()
+        return self._chat.run(args.max_new_tokens)
+
+    def interrupted(self) -> bool:
+        return self._chat is not None and self._chat.interrupt()
 
     def _alone(self, lead: Lead, sampling: Sampling, ids: list[int]) -> Generation:
         """The same prompt by the target alone on the same ranks: streamed with --baseline, for the page in any case."""
@@ -142,11 +179,15 @@ class Example:
             verify_lag=self.args.verify_lag,
         )
 
-    def _stream(self, generation: Generation) -> None:
+    def _stream_line(self, events: Iterable[TokenEvent]) -> None:
+        self._stream(events)
+        print(flush=True)
+
+    def _stream(self, events: Iterable[TokenEvent]) -> None:
         """Print the text as it comes. Another thread does: the stages would go on while this one prints, untimed."""
         text = TextStream(self.tokenizer)
         with ThreadPoolExecutor(max_workers=1) as printer:
-            for event in generation:
+            for event in events:
                 self._tokens.append(event.token)
                 printed = printer.submit(self._show, text, event)
         printed.result()  # an error of the other thread, if there was one

@@ -88,6 +88,7 @@ from script_utils import (
 )
 
 SECONDS = bounded(float, 0.1, 1e6)  # of a timeout: none that ends every run, none that never ends
+USER_PATIENCE = timedelta(days=10)  # between two questions of somebody who types them
 MEETING_SPARE = 5.0  # seconds beyond --meet_timeout_sec in which whoever knows more can say so
 CLOSED_PIPE = 141  # exit code when nobody reads the output any more, as of all scripts; nothing is said
 OUTPUT_SECONDS = 2.0  # a process that ends waits so long for whoever reads what it prints
@@ -350,7 +351,9 @@ class Lead:
 
 
 class Script(Protocol):
-    """What a script does with a pipeline. Only the draft rank's instance is asked for anything."""
+    """What a script does with a pipeline. Only the draft rank's instance is asked for anything else than a flag."""
+
+    interactive: bool  # whether generations begin when somebody asks for them, which may take any time
 
     def __init__(self, args: argparse.Namespace): ...
 
@@ -362,6 +365,9 @@ class Script(Protocol):
 
     def run(self, lead: Lead) -> int:
         """Decode. Returns the exit code."""
+
+    def interrupted(self) -> bool:
+        """Ctrl-C, in another thread than `run`: True where it stops something less than the run."""
 
     def last_words(self) -> None:
         """The run ends here, by no fault of this rank: print what there is."""
@@ -444,7 +450,7 @@ class RankProcess:
             anchors=checked.anchors,
             prefill_timeout=timedelta(seconds=args.prefill_timeout_sec),
             decode_timeout=timedelta(seconds=args.decode_timeout_sec),
-            idle_timeout=loading,
+            idle_timeout=USER_PATIENCE if self.script.interactive else loading,
             compiled=args.compile,
         )
         (target, head), memory = group.agree(lambda: self._load(setup, checked), loading)
@@ -510,6 +516,8 @@ class RankProcess:
 
         def wait() -> None:
             number = signal.sigwait(wanted)
+            while number == signal.SIGINT and self.script.interrupted():
+                number = signal.sigwait(wanted)
             reason = f"stopped by {signal.Signals(number).name}"
             verdict = None if self._watch is None else Verdict(self._watch.rank, f"was {reason}")
             self._leave(

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
-from decoding.nodes import CachePlan, NodeRow
+from decoding.nodes import CachePlan, Kept, NodeRow
 
 
 class Kind(IntEnum):
@@ -24,21 +24,30 @@ class Kind(IntEnum):
 
 
 class Start(NamedTuple):
-    """A generation begins; its prompt follows in chunks."""
+    """A generation begins; what is not kept of its prompt follows in chunks.
+
+    The slots in `plan.kept`, which may be many, follow the header: `moved_slots` is how many.
+    """
 
     prompt_length: int
     root: int  # node id of the prompt's last token
     plan: CachePlan
     anchors: tuple[int, ...]  # layers whose output somebody wants
     layer_us: int = 0  # microseconds that a layer takes at least (emulation.py)
+    moved_slots: int = 0
 
     def header(self) -> list[int]:
-        return [Kind.START, self.prompt_length, self.root, *self.plan, self.layer_us, len(self.anchors), *self.anchors]
+        *plan, kept = self.plan
+        plan += [kept.length, kept.node, kept.checkpoint, len(kept.slots)]
+        return [Kind.START, self.prompt_length, self.root, *plan, self.layer_us, len(self.anchors), *self.anchors]
 
     @classmethod
     def parse(cls, header: Sequence[int]) -> Start:
-        _, prompt_length, root, slots, nodes, tree, width, layer_us, count, *anchors = header
-        return cls(prompt_length, root, CachePlan(slots, nodes, bool(tree), width), tuple(anchors[:count]), layer_us)
+        """What `header` says; the slots are still to be received."""
+        _, prompt_length, root, slots, nodes, tree, width, *rest = header
+        length, node, checkpoint, moved, layer_us, count, *anchors = rest
+        plan = CachePlan(slots, nodes, bool(tree), width, Kept(length, node, (), checkpoint))
+        return cls(prompt_length, root, plan, tuple(anchors[:count]), layer_us, moved)
 
 
 class Batch(NamedTuple):

@@ -22,7 +22,8 @@ from distributed_inference.emulation import REAL, Pace, at_least, sleep_until
 from distributed_inference.layout import DRAFT_RANK
 from distributed_inference.links import Link
 from distributed_inference.messages import Batch, Kind, Start
-from distributed_inference.stages import SPAN_FIELDS, Setup, prompt_chunks, reported_spans
+from distributed_inference.stages import PREFILL_CHUNK, SPAN_FIELDS, Setup, reported_spans
+from loading.target_config import LINEAR
 from pipeline_inference import Captured, Completed, Logits, PromptOutput
 from pipeline_model import Target
 from timeline import WAIT, Timeline, stage_row
@@ -48,6 +49,7 @@ class Pipeline:
             setup.inbox(Link.GATHER, rank, len(layout.vocabulary_rows(rank, config.vocab_size))) for rank in between
         ]
         self.running: RemoteExecutor | None = None
+        self.last: RemoteExecutor | None = None  # whose generation is in the stages' memory
 
     def finish(self) -> None:
         """Let the stages run empty if a generation is still running."""
@@ -110,13 +112,23 @@ class RemoteExecutor:
         self._timeline: Timeline
         self.fills: list[int] = []  # tokens in flight in each cycle of the last generation
 
+    @property
+    def has_states(self) -> bool:
+        return LINEAR in self._target.layer_types
+
+    @property
+    def is_undisturbed(self) -> bool:
+        return self._pipeline.last is self
+
     def start(self, prompt: Sequence[int], root: int, plan: CachePlan, timeline: Timeline) -> PromptOutput:
         self._pipeline.finish()  # the last generation may have been left before its end
-        self._pipeline.running = self
+        self._pipeline.running = self._pipeline.last = self
         self._flights = deque([None] * len(self.stage_sizes), maxlen=len(self.stage_sizes))
         self._timeline, self._cycle, self._arrivals, self.fills = timeline, 0, [], []
         start = Start(len(prompt), root, plan, self.anchors, self._pace.layer_us)
         self._pipeline.outbox.send(start.header())
+        if plan.kept.slots:
+            self._pipeline.outbox.send_bulk(torch.tensor(plan.kept.slots))
         # Without a stage here nobody needs masks.
         own_stage = self._pipeline.stage
         self._pipeline.board.start(plan if own_stage is not None else plan._replace(tree=False), len(prompt), root)
@@ -126,7 +138,8 @@ class RemoteExecutor:
             # Without a lane rows are asked for one by one.
             self._logits = self._setup.logits(self._target, plan.width if self._side_stream else min(plan.width, 1))
         tokens = torch.tensor(prompt, device=self.device)
-        sent = [(chunk, self._send_chunk(tokens, chunk)) for chunk in prompt_chunks(len(prompt))]
+        chunks = plan.kept.chunks(len(prompt), PREFILL_CHUNK)
+        sent = [(chunk, self._send_chunk(tokens, chunk)) for chunk in chunks]
         features = torch.cat([self._receive_anchors(len(chunk), captured) for chunk, captured in sent])
         last_token = _Flight(0, (root,), torch.tensor([root], device=self.device))
         output = _Arrival(self._last, last_token)

@@ -14,7 +14,7 @@ import signal
 import sys
 import uuid
 from collections.abc import Sequence
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, suppress
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -36,8 +36,9 @@ from distributed_inference.launch import (
 )
 from distributed_inference.layout import Layout
 from distributed_inference.startup import Environment
-from script_utils import quiet_libraries, run_script
+from script_utils import atomic_open, quiet_libraries, run_script
 
+CTRL_C_TAKER = "SPD_CTRL_C_TAKER"  # names the file with the process id of the rank that Ctrl-C is for
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # torchrun sets them for every rank
 
 
@@ -46,6 +47,14 @@ def run(script_class: type[Script], parser: RankParser) -> NoReturn:
     if any(name in os.environ for name in RANK_VARIABLES):
         run_rank(script_class, parser)
     run_script(partial(launch_all, script_class), parser)
+
+
+def take_ctrl_c() -> None:
+    """Called by the rank with the terminal: from now on, Ctrl-C reaches it and does not stop the run."""
+    taker = os.environ.get(CTRL_C_TAKER)  # torchrun has none, and stops all ranks
+    if taker is not None:
+        with atomic_open(taker) as file:
+            file.write(str(os.getpid()))
 
 
 class Launch(NamedTuple):
@@ -118,11 +127,17 @@ def start_ranks(world_size: int, command: Sequence[str]) -> int:
     """Run a script on so many ranks of this machine. Returns 0, or the exit code of the rank that failed first.
 
     SIGINT, SIGTERM, SIGHUP and SIGQUIT reach the ranks as SIGTERM, which ends them without a word while they still
-    import, and with one line later; the code is 128 plus the number of the signal that came.
+    import, and with one line later; the code is 128 plus the number of the signal that came. Once a rank has said
+    `take_ctrl_c`, SIGINT is for that rank alone.
     """
     came: list[int] = []
 
-    def stop(number: int, _: object) -> NoReturn:
+    def stop(number: int, _: object) -> None:
+        taker = Path(os.environ.get(CTRL_C_TAKER, ""))
+        if number == signal.SIGINT and taker.is_file():
+            with suppress(ProcessLookupError):  # it ends
+                os.kill(int(taker.read_text()), number)
+            return
         came.append(number)
         raise SignalException(signal.Signals(number).name, signal.SIGTERM)
 
@@ -132,6 +147,7 @@ def start_ranks(world_size: int, command: Sequence[str]) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
     logging.disable(logging.CRITICAL)  # torch's reports of failed processes: the ranks have given their reasons
     with TemporaryDirectory(prefix="ranks_") as folder:
+        os.environ[CTRL_C_TAKER] = f"{folder}/takes_ctrl_c"
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from decoding.compiled import compiled_logits
-from decoding.nodes import NodeBoard
+from decoding.nodes import CachePlan, NodeBoard
 from decoding.stage import Stage
 from distributed_inference.connections import Route
 from distributed_inference.emulation import at_least
@@ -122,13 +122,13 @@ class StageServer:
         self._timeline = Timeline(self._target.device, keep_spans=True)
         self._seconds = self._layers * start.layer_us / 1e6
         self._board.start(start.plan, start.prompt_length, start.root)
-        self._stage.start(start.plan, start.root, start.anchors)
+        self._stage.start(self._plan(start), start.root, start.anchors)
         if self._lm_head is not None:
             self._lm_head.start()
         elif self._is_last and self._setup.layout.lm_head == "last":
             self._logits = self._setup.logits(self._target, start.plan.width)
         hidden_size = self._target.config.hidden_size
-        for chunk in prompt_chunks(start.prompt_length):
+        for chunk in start.plan.kept.chunks(start.prompt_length, PREFILL_CHUNK):
             hidden = self._inbox.receive_bulk((len(chunk), hidden_size), self._setup.prefill_timeout)
             hidden, anchors = self._stage.prefill(hidden, chunk.start)
             if self._forward is not None:
@@ -142,6 +142,15 @@ class StageServer:
         self._up.flush()
         if self._forward is not None:
             self._forward.flush()
+
+    def _plan(self, start: Start) -> CachePlan:
+        """The generation's memory, with the KV slots of kept tokens, which are passed on to the next stage."""
+        if not start.moved_slots:
+            return start.plan
+        slots = self._inbox.receive_bulk((start.moved_slots,), self._setup.prefill_timeout, torch.int64)
+        if self._forward is not None:
+            self._forward.send_bulk(slots)
+        return start.plan._replace(kept=start.plan.kept._replace(slots=tuple(slots.tolist())))
 
     def _cycle(self, header: list[int], payload: Tensor) -> None:
         """Run the batch, if there is one, and pass everything on; then this rank's rows of a split lm_head."""
@@ -223,12 +232,6 @@ class _SplitLmHead:
         if self._cycles_to_last and count:
             _, normed = self._inbox.receive(timeout)
             self._gather.send([cycle, count], [self._target.lm_head(normed.view(count, -1))])
-
-
-def prompt_chunks(prompt_length: int) -> Iterator[range]:
-    """Positions of the prompt's tokens, in the chunks that travel together."""
-    for start in range(0, prompt_length, PREFILL_CHUNK):
-        yield range(start, min(start + PREFILL_CHUNK, prompt_length))
 
 
 def reported_spans(rows: Sequence[Sequence[float]], stage: int, began: float) -> Iterator[Span]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from jinja2 import TemplateError
@@ -53,17 +53,36 @@ def encode_prompt(
     """
     if not isinstance(prompt, str) or not is_text(prompt):
         raise ValueError(f"the prompt is {prompt!r}: give a text that UTF-8 can write")
-    if chat_template and prompt.strip() and tokenizer.chat_template != RAW_TEMPLATE:
-        turn = [{"role": "user", "content": prompt}]
-        settings = {"chat_template": template_of(tokenizer), "enable_thinking": enable_thinking}
-        try:
-            encoded = tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=True, **settings)
-        except (TemplateError, TypeError) as error:
-            raise ValueError(f"the chat template cannot render the prompt: {first_line(error)}") from None
-        return encoded["input_ids"]
+    if chat_template and prompt.strip():
+        return encode_turns(tokenizer, [{"role": "user", "content": prompt}], enable_thinking=enable_thinking)
     ids = tokenizer(prompt)["input_ids"]
     if not prompt.strip() or not ids:
         raise ValueError(f"the prompt {prompt!r} is empty: give at least one word")
+    return ids
+
+
+def encode_turns(
+    tokenizer: PreTrainedTokenizerBase,
+    turns: Sequence[Mapping[str, str]],
+    *,
+    asked: bool = True,
+    enable_thinking: bool = False,
+) -> list[int]:
+    """Token ids of a conversation, turns with `role` and `content`; `asked`: the assistant is to go on.
+
+    ValueError for a text that is not UTF-8, for no tokens, and for turns that the template refuses.
+    """
+    for turn in turns:
+        if not is_text(turn["content"]):
+            raise ValueError(f"the prompt is {turn['content']!r}: give a text that UTF-8 can write")
+    settings = {"chat_template": template_of(tokenizer), "enable_thinking": enable_thinking}
+    try:
+        text = tokenizer.apply_chat_template(turns, add_generation_prompt=asked, tokenize=False, **settings)
+    except (TemplateError, TypeError) as error:
+        raise ValueError(f"the chat template cannot render the prompt: {first_line(error)}") from None
+    ids = tokenizer(text, add_special_tokens=tokenizer.chat_template == RAW_TEMPLATE)["input_ids"]
+    if not ids:
+        raise ValueError(f"the prompt {text!r} is empty: give at least one word")
     return ids
 
 

@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from decoding.compiled import compiled_logits
-from decoding.nodes import CachePlan, NodeRow
+from decoding.nodes import CachePlan, Kept, NodeRow
 from decoding.sampling import Sampling
 from decoding.stage import Stage, StaticForward
 from distributed_inference import stages
 from distributed_inference.layout import DRAFT_RANK, Layout
 from distributed_inference.messages import Batch, Start, header_size
 from distributed_inference.remote import Pipeline, RemoteExecutor
-from distributed_inference.stages import PREFILL_CHUNK, Setup, StageServer, prompt_chunks
+from distributed_inference.stages import Setup, StageServer
 from distributed_inference.startup import Group
 from pipeline_inference import Decoder, LocalExecutor, SPDDrafter
 from pipeline_model import Target
@@ -184,11 +184,34 @@ def decode_cases(world_size):
             print(f"DIFFERS: {case}:\n{summary(ours)}\n{summary(theirs)}")
         if widths != lm_head_widths(case, rank):
             print(f"OTHER LM_HEAD: {case}: {widths}")
+        converse(case, pipeline, target, whole, head, prompt)
         if len(ours.timings.stages) != len(case.sizes) or not min(ours.timings.stages) > 0:
             print(f"NO TIMES: {case}: {ours.timings}")
         pipeline.stop()
     print("finished", flush=True)
     group.barrier()
+
+
+def converse(case, pipeline, target, whole, head, prompt):
+    """Two turns, the first one cut short: the second begins with it, and ranks keep what one process keeps."""
+    if case.drafter == "mixed":  # a drafter by a script keeps nothing
+        return
+    used = (0,) if case.drafter == "none" else head.config.anchors
+    executors = RemoteExecutor(pipeline, used, verify_lag=case.lag), LocalExecutor(whole, case.sizes, used)
+    found = []
+    for executor, its_target in zip(executors, (target, whole), strict=True):
+        ours = decoder(case, executor, its_target, head, prompt)
+        first = ours.start(prompt, TOKENS)
+        for event in first:
+            if event.position == len(prompt) + TOKENS // 2:
+                first.stop()
+        longer = prompt + first.result.tokens + random_prompt(9, seed=3)
+        second = ours.start(longer, TOKENS, after=first)
+        found.append((summary(first.result), summary(second.finish()), second.result.kept_tokens))
+        if second.result.kept_tokens < len(prompt) + TOKENS // 2:
+            print(f"RUNS AGAIN: {case}: {second.result.kept_tokens} of {len(prompt)} + {TOKENS // 2} + 9 were kept")
+    if found[0] != found[1]:
+        print(f"CONVERSATION DIFFERS: {case}:\n{found[0]}\n{found[1]}")
 
 
 @pytest.mark.parametrize("world_size", [3, 4])
@@ -218,10 +241,12 @@ def test_the_cases_cover_every_value():
 
 def test_headers_are_read_as_they_were_written():
     """Guards against fields that change places between two ranks, and buffers that are too small."""
-    start = Start(70, 3, CachePlan(200, 40, tree=True), (0, 2, 4), layer_us=12_000)
+    kept = Kept(50, 7, (60, 61), 65)
+    start = Start(70, 3, CachePlan(200, 40, tree=True, kept=kept), (0, 2, 4), layer_us=12_000)
     batch = Batch(9, 75, [NodeRow(11, 4, 3, 75), NodeRow(12, 5, 3, 76)])
     zeros = [0] * 9  # a header arrives with zeros behind it
-    assert Start.parse(start.header() + zeros) == start
+    received = start._replace(plan=start.plan._replace(kept=kept._replace(slots=())), moved_slots=2)  # slots follow
+    assert Start.parse(start.header() + zeros) == received
     assert Batch.parse(batch.header() + zeros) == batch
     assert Batch.parse(Batch(9, -1, []).header() + zeros) == Batch(9, -1, [])
     assert header_size(3, 2) == max(len(start.header()), len(batch.header()))
@@ -241,9 +266,12 @@ def test_ranks_share_the_target_without_overlap(lm_head, colocated):
     assert layout.describe(0) == ("rank 0 (draft, stage 0)" if colocated else "rank 0 (draft)")
 
 
-@pytest.mark.parametrize("length", [1, PREFILL_CHUNK, PREFILL_CHUNK + 1, 3 * PREFILL_CHUNK])
-def test_chunks_cover_the_prompt(length):
-    """Guards against prompt tokens that no chunk has."""
-    chunks = list(prompt_chunks(length))
-    assert [position for chunk in chunks for position in chunk] == list(range(length))
-    assert max(map(len, chunks)) <= PREFILL_CHUNK
+@pytest.mark.parametrize(("kept", "checkpoint"), [(0, 0), (3, 0), (0, 5), (3, 5), (3, 12), (5, 5), (6, 4)])
+@pytest.mark.parametrize("length", [8, 9, 24])
+def test_chunks_cover_the_prompt(length, kept, checkpoint):
+    """Guards against prompt tokens that no chunk has, or two, and a chunk that passes the checkpoint."""
+    checkpoint = min(checkpoint, length)
+    chunks = list(Kept(kept, checkpoint=checkpoint).chunks(length, 8))
+    assert [position for chunk in chunks for position in chunk] == list(range(kept, length))
+    assert max(map(len, chunks)) <= 8
+    assert checkpoint <= kept or checkpoint in {chunk.stop for chunk in chunks}

@@ -10,7 +10,7 @@ from functools import lru_cache
 import pytest
 import torch
 
-from decoding.nodes import CachePlan
+from decoding.nodes import CHECKPOINT, CachePlan
 from decoding.tree import Node
 from loading.target_config import is_linear_attention
 from pipeline_inference import LocalExecutor
@@ -163,7 +163,7 @@ def check_pools(steps):
     tree, plan = steps.tree, steps.generation._plan
     live = [*tree.path, *steps.candidates]
     ids = [node.id for node in live]
-    assert sorted(ids + tree._free_ids) == list(range(plan.nodes))
+    assert sorted(ids + tree._free_ids) == [id for id in range(plan.nodes) if id != CHECKPOINT]
     slots = [steps.slots[position] for position in range(len(steps.tokens))] + [node.slot for node in steps.candidates]
     if tree._free_slots is None:
         assert len(set(slots)) == len(slots)

@@ -160,7 +160,10 @@ def replayed(prepare: Callable) -> Callable:
 
     def start(forward: StaticForward, anchors: frozenset[int]) -> None:
         prepare(forward, anchors)
-        output, captured = forward._forward()
+        if forward._graph is not None:  # all is ready for these anchors
+            return
+        with forward._cache.restored():  # to capture a graph runs nothing
+            output, captured = forward._forward()
         forward._outputs = output, captured
 
         def replay() -> None:

@@ -32,7 +32,7 @@ from evaluation.metrics import (
     row_key,
     summarise,
 )
-from evaluation.plan import Plan, PlannedRun, Planner
+from evaluation.plan import PlannedEvaluation, PlannedRun, Planner
 from evaluation.plots import plot_summary
 from evaluation.prompts import digest_prompts
 from evaluation.summary_page import write_summary_page
@@ -132,7 +132,7 @@ class Progress:
 class Evaluation:
     """Runs a plan: for each run the missing baselines, the missing samples, then summary and plots."""
 
-    def __init__(self, args: argparse.Namespace, plan: Plan, workers: Workers):
+    def __init__(self, args: argparse.Namespace, plan: PlannedEvaluation, workers: Workers):
         self.args, self.plan, self.workers = args, plan, workers
         self.record = run_record(args)
         self._baselines: dict[Path, dict[Key, Row]] = {}  # by file: runs that differ in the head alone share one
@@ -206,7 +206,7 @@ class Evaluation:
 
 
 @contextmanager
-def lock_baselines(args: argparse.Namespace, plan: Plan) -> Iterator[None]:
+def lock_baselines(args: argparse.Namespace, plan: PlannedEvaluation) -> Iterator[None]:
     """Keep other evaluations, which may share a cache, from the baseline rows that this one will write."""
     logs = {planned.baseline_rows.path: planned.baseline_rows for planned in plan.runs} if args.baseline else {}
     with ExitStack() as locks:

@@ -15,13 +15,14 @@ from pathlib import Path
 
 import datasets
 import numpy as np
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from loading.chat_template import add_template_flags, use_template
 from loading.flags import COUNT
-from script_utils import Parser, Switch, atomic_open, check_output_file, check_output_folder, first_line, run_script
+from loading.tokenizer import load_tokenizer
+from script_utils import Parser, Switch, atomic_open, check_output_file, check_output_folder, run_script
 from training.chat_format import ChatFormat
 from training.conversations import IGNORE_INDEX, load_conversations
 
@@ -99,14 +100,6 @@ def write_list(path: str, content: dict) -> None:
         file.write("{\n" + ",\n".join(lines) + "\n}\n")
 
 
-def load_tokenizer(args: argparse.Namespace) -> PreTrainedTokenizerBase:
-    """Raises ValueError, one line, when there is none."""
-    try:
-        return AutoTokenizer.from_pretrained(args.tokenizer, trust_remote_code=args.trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--tokenizer {args.tokenizer!r} cannot be loaded: {first_line(error)}") from error
-
-
 def model_vocabulary(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> int:
     """Tokens of the model beside the tokenizer, whose vocabulary may be padded; the tokenizer's where there is none."""
     try:
@@ -121,7 +114,7 @@ def main(args: argparse.Namespace) -> None:
     check_output_file("--output", args.output)
     check_output_folder("--cache_dir", args.cache_dir)
     name = public_name(args)
-    tokenizer = load_tokenizer(args)
+    tokenizer = load_tokenizer(args.tokenizer, args.trust_remote_code)
     use_template(tokenizer, args)
     vocab_size = args.vocab_size or model_vocabulary(args, tokenizer)
     try:

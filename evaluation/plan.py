@@ -57,7 +57,7 @@ class PlannedRun:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PlannedEvaluation:
     """Everything that an evaluation needs."""
 
     runs: Sequence[PlannedRun]
@@ -188,7 +188,7 @@ class Planner:
         )
         self.heads = {path: config_class.read_head(path, self.config).config for path in args.spec_head_ckpt}
 
-    def plan(self) -> Plan:
+    def plan(self) -> PlannedEvaluation:
         args, shared = self.args, self.target_settings()
         runs = [
             self.planned(shared, path, temperature, shape)
@@ -201,7 +201,7 @@ class Planner:
             for rows in (planned.files.rows, planned.baseline_rows):
                 rows.read()  # damaged rows are found now, not after the target is loaded
         read_summaries(args.output_dir, runs[0].files.prefix)  # the table will show them, too
-        return Plan(runs, self.samples, self.options, self.devices, self.tokenizer, self.note)
+        return PlannedEvaluation(runs, self.samples, self.options, self.devices, self.tokenizer, self.note)
 
     def target_settings(self) -> dict[str, Any]:
         """All but the temperature that changes what the target alone answers, or its times."""

@@ -153,7 +153,7 @@ def test_held_out_coverage_is_measured_on_other_conversations(build, capsys):
     ("extra", "words"),
     [
         (["--size", "1"], "--size is 1, but 2 tokens are always kept"),
-        (["--tokenizer", "no/such/folder"], "--tokenizer 'no/such/folder' cannot be loaded"),
+        (["--tokenizer", "no/such/folder"], "no tokenizer at 'no/such/folder'"),
         (["--tokenizer_name", "./tiny"], "'./tiny' is a local path"),
         (["--tokenizer_name", "/models/tiny"], "'/models/tiny' is a local path"),
         (["--data_path", "missing.json"], "missing.json: no such file"),

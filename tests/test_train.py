@@ -39,7 +39,6 @@ from training.run_state import (
     draw_fill,
     fill_weights,
     list_checkpoints,
-    random_state,
     read_log,
     save_checkpoint,
 )
@@ -183,13 +182,8 @@ def test_resume_is_exact(work, tmp_path, optimizer):
     assert run(work, whole, *settings, "--save_interval", 11, "--keep_checkpoints", 5) == 0
     assert [path.name for path in list_checkpoints(whole)] == ["checkpoint-11", "checkpoint-18"]
     assert training_lines(whole)[-1]["step"] == 18
-    states = random_state()
-    set_seed(7)  # a new process would not have the same random states either
+    set_seed(7)  # a new process would not have the same random states either: nothing may be drawn from them
     assert run(work, resumed, *settings, "--resume_from", whole / "checkpoint-11") == 0
-    ours, theirs = random_state(), states
-    assert torch.equal(ours.pop("torch"), theirs.pop("torch"))
-    assert ours.pop("python") == theirs.pop("python")
-    assert ours.pop("numpy") == theirs.pop("numpy")
     assert_same_weights(weights(whole), weights(resumed))
     assert comparable(whole) == comparable(resumed)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import pickle
-import random
 import shutil
 import signal
 from collections.abc import Iterable, Mapping, Sequence
@@ -145,22 +144,6 @@ class Progress:
         self.window_loss, self.window_start = 0.0, self.seconds
         self.window_counted, self.window_supervised, self.window_agreed = 0.0, 0, 0.0
         return means
-
-
-def random_state() -> dict[str, Any]:
-    """This process's generators, in types that `torch.load(weights_only=True)` reads."""
-    name, keys, *rest = np.random.get_state()
-    state = {"python": random.getstate(), "numpy": [name, keys.tolist(), *rest], "torch": torch.get_rng_state()}
-    return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
-
-
-def set_random_state(state: Mapping[str, Any]) -> None:
-    random.setstate(state["python"])
-    name, keys, *rest = state["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
-    torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
 
 
 def save_checkpoint(folder: Path, step: int, head: DraftHead, state: Mapping[str, Any], keep: int, *more: Path) -> Path:

@@ -42,11 +42,9 @@ from training.run_state import (
     example_lengths,
     list_checkpoints,
     plot_log,
-    random_state,
     read_log,
     read_state,
     save_checkpoint,
-    set_random_state,
     write_log,
 )
 
@@ -61,7 +59,11 @@ class MicroBatch(NamedTuple):
 
 
 class Trainer:
-    """One training run. `run` goes from the present step to the last and returns the exit code."""
+    """One training run. `run` goes from the present step to the last and returns the exit code.
+
+    Checkpoints are our own, not `Accelerator.save_state`'s: that one keeps the generators of every process, and a run
+    with another number of processes could not go on exactly. Here every draw follows from seed and step alone.
+    """
 
     def __init__(
         self,
@@ -425,14 +427,12 @@ class Trainer:
 
     def save(self) -> None:
         """A checkpoint, written by the main process while the others wait."""
-        random_states = gather_object([random_state()])
         if self.accelerator.is_main_process:
             state = {
                 "identity": self.identity(),
                 "progress": asdict(self.progress),
                 "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
                 "scaler": self.scaler.state_dict(),
-                "random_states": random_states,
                 "loss": self.loss.state(),
                 "early": None if self.early is None else self.early.state(),
             }
@@ -459,8 +459,6 @@ class Trainer:
             self.accelerator.wait_for_everyone()
         if checkpoint.resolve().parent == self.args.output_dir.resolve():
             self.saved_step = self.progress.step
-        if self.accelerator.process_index < len(state["random_states"]):
-            set_random_state(state["random_states"][self.accelerator.process_index])
         self.say(f"continuing {checkpoint} at step {self.progress.step} of {self.total_steps}")
 
     # The end

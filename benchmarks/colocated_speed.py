@@ -58,6 +58,8 @@ def build_parser() -> Parser:
 class Measurement:
     """What the draft rank does, as a script of launch.py: decodes all prompts and writes down what it took."""
 
+    interactive = False
+
     def __init__(self, prompts: list[list[int]], result: Path):
         self._prompts, self._result = prompts, result
 
@@ -73,6 +75,9 @@ class Measurement:
         lead.warm_up(self._prompts[0], decoder)
         self._result.write_text(json.dumps(decode(decoder, self._prompts, lead.args.max_new_tokens)))
         return 0
+
+    def interrupted(self) -> bool:
+        return False
 
     def last_words(self) -> None:
         pass

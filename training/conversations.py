@@ -64,6 +64,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 from jinja2 import TemplateError
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
@@ -478,7 +479,11 @@ def encode_chunks(
 
 
 def write_rows(folder: Path, sources, tokenizer, options: Options, num_proc: int, show_progress: bool) -> Counters:
-    """Writes `rows.arrow` and `counters.json`. Raises ValueError when no example comes out."""
+    """Writes `rows.arrow` and `counters.json`. Raises ValueError when no example comes out.
+
+    `datasets.Dataset.map` has no way for a chunk's counters to come back beside its rows, and its cache goes by
+    pickles, in which a tokenizer that has been used differs from a new one.
+    """
     counters = Counters()
     found = (item for source in sources for item in read_conversations(source, counters))
     found = iter(tqdm(found, desc="conversations", unit=" conv", disable=not show_progress))
@@ -635,19 +640,11 @@ class PadCollator:
         self.pad_token_id = pad_token_id
 
     def __call__(self, rows: list[dict]) -> dict[str, torch.Tensor | list[str]]:
-        longest = max(len(row["input_ids"]) for row in rows)
-        input_ids = torch.full((len(rows), longest), self.pad_token_id)
-        labels = torch.full((len(rows), longest), IGNORE_INDEX)
-        attention_mask = torch.zeros(len(rows), longest, dtype=torch.long)
-        for index, row in enumerate(rows):
-            length = len(row["input_ids"])
-            input_ids[index, :length] = torch.as_tensor(row["input_ids"])
-            labels[index, :length] = torch.as_tensor(row["labels"])
-            attention_mask[index, :length] = 1
+        ids, labels = ([torch.as_tensor(row[name]).long() for row in rows] for name in ("input_ids", "labels"))
         return {
-            "input_ids": input_ids,
-            "labels": labels,
-            "attention_mask": attention_mask,
+            "input_ids": pad_sequence(ids, batch_first=True, padding_value=self.pad_token_id),
+            "labels": pad_sequence(labels, batch_first=True, padding_value=IGNORE_INDEX),
+            "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], batch_first=True),
             "example_id": [row["example_id"] for row in rows],
             "temperature": torch.tensor([known_or_nan(row["temperature"]) for row in rows], dtype=torch.float64),
         }

@@ -43,7 +43,8 @@ class DataOrder:
     A run is one stream of examples, epoch after epoch, each in a random order of its own; an optimiser step takes the
     next `micro_batches * batch_size`. Inside a step they are sorted by length, longest first: micro-batches that run
     side by side get examples of similar length and little padding. As all tokens of a step weigh the same, sorting
-    changes nothing else.
+    changes nothing else. torch's samplers draw from a generator as they go: they would have to be run from the start of
+    the epoch to go on at a step, and could not sort a step that several processes share.
     """
 
     def __init__(self, lengths: np.ndarray, batch_size: int, micro_batches: int, seed: int):

@@ -87,7 +87,10 @@ class SkipRecord(Exception):
 
 
 class TextWindow:
-    """A sliding piece of a text file, with a cursor; memory is one record or `READ_CHARS`, whichever is larger."""
+    """A sliding piece of a text file, with a cursor; memory is one record or `READ_CHARS`, whichever is larger.
+
+    Streaming parsers such as ijson end at the first damage; here the whole records after it are still found.
+    """
 
     def __init__(self, handle):
         self.handle = handle

@@ -4,6 +4,8 @@ import ast
 from functools import cache
 from pathlib import Path
 
+from evaluation.files import DECODING_CODE
+
 ROOT = Path(__file__).parents[1]
 # From the bottom to the top. A folder stands for all of its modules; those of one line may import each other.
 ORDER = (
@@ -100,3 +102,17 @@ def test_scripts_find_the_project_in_one_line():
         line = "sys.path.insert(0, str(Path(__file__).parents[1]))"
         lines = [each for each in source.splitlines() if "sys.path" in each]
         assert lines == [line] * (is_script and bool(imports(name))), name
+
+
+def test_the_fingerprint_covers_what_decoding_imports():
+    """Guards against rows of an evaluation that are reused although the code that made them has changed."""
+    reached, left = set(), ["pipeline_inference"]
+    while left:
+        name = left.pop()
+        if name in modules() and name not in reached:
+            reached.add(name)
+            left.extend(imports(name))
+    # What is counted and shown, parsed and written changes neither a token nor its time.
+    other = {"script_utils", "decoding.chat", "decoding.metrics", "decoding.result", "decoding.text", "loading.flags"}
+    shown = {name for name in reached if name.startswith("viewer.")}
+    assert {f"{name.replace('.', '/')}.py" for name in reached - other - shown} == set(DECODING_CODE)

@@ -44,11 +44,11 @@ from planning.untrained_head import untrained_config
 from script_utils import Parser, markdown_table, run_script
 from training.feature_cache import FeatureCache
 from training.forward import teacher_features, training_loss
+from training.gemm_bound import gemm_rate
 from training.new_head import new_head
 
 FORMS = ("plain", "ours", "cached")
 MEMORY_FORMS = ("plain", "ours")
-GEMM_SIZE, GEMM_RUNS = {"cpu": 1024, "cuda": 8192}, 5
 
 
 def build_parser() -> Parser:
@@ -141,8 +141,9 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace, device: torch.device):
         self.args, self.device = args, device
-        # Weights in float32 under autocast, as training has them.
-        self.target = Target.load(args.base_model_path, dtype=torch.float32, device=device)
+        # As train.py has them: the head's weights in float32 under autocast, the frozen target in the products' dtype.
+        self.dtype = torch.float32 if args.autocast == "none" else DTYPES[args.autocast]
+        self.target = Target.load(args.base_model_path, dtype=self.dtype, device=device)
         self.sizes = split_layers(self.target.num_layers, args.num_stages)
         vocab = self.target.config.vocab_size
         sizes = {"16k": args.draft_vocab_size, "full": vocab}
@@ -186,18 +187,6 @@ class Bench:
             self.step(form, vocabulary)
         return counter.get_total_flops()
 
-    def product_seconds(self) -> float:
-        """Seconds of one product of GEMM_SIZE x GEMM_SIZE matrices in the steps' dtype: the median of some."""
-        size = GEMM_SIZE[self.device.type]
-        dtype = torch.float32 if self.args.autocast == "none" else DTYPES[self.args.autocast]
-        first, second = torch.randn(2, size, size, device=self.device).to(dtype)
-        seconds = []
-        for _ in range(GEMM_RUNS):
-            begun = time.perf_counter()
-            float((first @ second)[0, 0])  # waits for the device
-            seconds.append(time.perf_counter() - begun)
-        return statistics.median(seconds)
-
 
 def added_product(_sum, first, second, **_) -> int:
     """Operations of `addmm_`, from the shapes of its arguments: torch counts all other products by itself."""
@@ -240,7 +229,7 @@ def main(args: argparse.Namespace) -> None:
         return measure_memory(bench, args.memory_of)
     kinds = [(form, vocabulary) for vocabulary in bench.heads for form in FORMS]
     seconds: dict[tuple[str, str], list[float]] = {kind: [] for kind in kinds}
-    losses, products = {}, []
+    losses, rates = {}, []
     bar = tqdm(total=(args.steps + 1) * len(kinds) + len(MEMORY_FORMS), desc="train_throughput", unit="step")
     with bar, tempfile.TemporaryDirectory() as folder:
         bench.open_cache(Path(folder))
@@ -250,8 +239,8 @@ def main(args: argparse.Namespace) -> None:
                 if step:  # the first one warms up
                     seconds[kind].append(lasted)
                 bar.update()
-            products.append(bench.product_seconds())  # between the steps: what slows these down slows it down, too
-        rate = 2 * GEMM_SIZE[bench.device.type] ** 3 / statistics.median(products)
+            rates.append(gemm_rate(bench.device, bench.dtype))  # what slows down the steps slows it down, too
+        rate = statistics.median(rates)
         bound = {kind: bench.multiplications(*kind) / rate for kind in kinds}
         memory = {}
         for form in MEMORY_FORMS:

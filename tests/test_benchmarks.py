@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import cycle_overhead, cycle_time, gpu_check, muon_step, train_throughput
+from benchmarks import cycle_overhead, cycle_time, gpu_check, muon_step, train_throughput, write_answers
 from benchmarks.replay import filled_trace, shuffled_trace
 from pipeline_inference import SPDDrafter
 from pipeline_model import SpeculationHead, Target, save_head
@@ -314,6 +314,25 @@ def test_muon_step_times_all_three_kinds(folder, capsys, monkeypatch):
     assert shown == {name: pytest.approx(result[f"{name}_ms"], abs=0.06) for name in ("alone", "shared", "library")}
     assert result["shared_over_alone"] == pytest.approx(result["shared_ms"] / result["alone_ms"], rel=0.01)
     assert result["alone_over_library"] == pytest.approx(result["alone_ms"] / result["library_ms"], rel=0.01)
+
+
+def test_write_answers_reports_what_it_measured(folder, capsys, monkeypatch):
+    """Guards rates and ratios, and the bound: products counted by hand at the rate that was measured."""
+    monkeypatch.setattr(write_answers, "gemm_rate", lambda *_: 1e9)
+    more = ["--batch_size", "3", "--prompt_tokens", "6", "--max_new_tokens", "4", "--rounds", "1", "--dtype", "float32"]
+    args = write_answers.build_parser().parse_args(flags(folder, *more))
+    write_answers.main(args)
+    out = capsys.readouterr().out
+    result = json.loads(out.splitlines()[-1])
+    shown = {cells[0]: float(cells[1]) for cells in rows(out)[2:]}
+    assert shown == {"ours": result["tokens_per_s"], "generate": result["tokens_per_s_generate"]}
+    assert result["speedup_over_generate"] == pytest.approx(shown["ours"] / shown["generate"], rel=0.01)
+    target = Target.load(str(folder))
+    weights = sum(weight.numel() for name, weight in target.layers.named_parameters() if "proj" in name)
+    products = 2 * (weights * (3 + 4 + 6 + 3 * 3) + target.lm_head.weight.numel() * 12)
+    seconds = 12 / shown["ours"]
+    # The count of a layer's products includes some attention.
+    assert products / 1e9 / seconds <= result["fraction_of_gemm_bound"] + 1e-3 <= 1.3 * products / 1e9 / seconds + 2e-3
 
 
 def test_the_products_of_a_training_step_are_counted(folder):

@@ -29,7 +29,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from decoding.metrics import accept_length, alpha
 from decoding.sampling import Sampling
 from pipeline_model import SpeculationHead, Target, grouped_attention
-from training.loss import LOSS_CHUNK
+from training.loss import LOSS_CHUNK, first_best
 
 QUERY_CHUNK = 128  # E rows whose queries share one set of keys
 
@@ -327,7 +327,7 @@ def replay_flags(
         part = slice(start, start + LOSS_CHUNK)
         logits = head.lm_head(target.norm(outputs[part]))
         if sampling.greedy:
-            best = logits.argmax(dim=-1)
+            best = first_best(logits)
             flags.append((best if draft_ids is None else draft_ids[best]) == tokens[part])
             continue
         q, p = sampling.probabilities(logits), sampling.probabilities(target.logits(hidden[part]))

@@ -22,19 +22,20 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.common import new_parser, prepare, print_card
+from loading.flags import COUNT, DTYPES, add_dtype_flag, fastest_dtype
 from pipeline_model import Target
-from script_utils import DTYPES, Parser, add_dtype_argument, fastest_dtype, markdown_table, run_script
+from script_utils import Parser, markdown_table, run_script
 from training.batch_generation import PAD, generate_batch
 from training.gemm_bound import gemm_rate, operations_per_token
 
 
 def build_parser() -> Parser:
     parser = new_parser("Tokens/s of a target that writes training text")
-    add_dtype_argument(parser, "auto: bfloat16 where the device has matrix kernels for it, else float32")
-    parser.add_argument("--batch_size", type=int, default=64, help="answers written side by side")
-    parser.add_argument("--prompt_tokens", type=int, default=64, help="of the longest prompt; the shortest has half")
-    parser.add_argument("--max_new_tokens", type=int, default=64, help="tokens of each answer")
-    parser.add_argument("--rounds", type=int, default=2, help="timed batches of each form, after a short one")
+    add_dtype_flag(parser, "auto: bfloat16 where the device has matrix kernels for it, else float32")
+    parser.add_argument("--batch_size", type=COUNT, default=64, help="answers written side by side")
+    parser.add_argument("--prompt_tokens", type=COUNT, default=64, help="of the longest prompt; the shortest has half")
+    parser.add_argument("--max_new_tokens", type=COUNT, default=64, help="tokens of each answer")
+    parser.add_argument("--rounds", type=COUNT, default=2, help="timed batches of each form, after a short one")
     return parser
 
 
@@ -73,7 +74,7 @@ class Bench:
 
 
 def main(args: argparse.Namespace) -> None:
-    device = prepare(args, "batch_size", "prompt_tokens", "max_new_tokens", "rounds")
+    device = prepare(args)
     args.dtype = fastest_dtype(args.dtype, device)
     bench = Bench(args, device)
     seconds: dict[str, list[float]] = {name: [] for name in bench.forms}

@@ -20,7 +20,7 @@ from decoding.compiled import allow_shapes
 from pipeline_model import SpeculationHead, Target, grouped_attention
 from training.loss import KL, LossTerms, TrainingLoss, distillation_loss, supervised_places
 
-QUERY_CHUNK = 128  # positions whose queries share one gathered set of keys
+QUERY_CHUNK = 64  # positions whose queries share one gathered set of keys: with more, most keys are masked
 
 
 def staircase_attention(

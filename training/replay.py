@@ -31,7 +31,7 @@ from decoding.sampling import Sampling
 from pipeline_model import SpeculationHead, Target, grouped_attention
 from training.loss import LOSS_CHUNK, first_best
 
-QUERY_CHUNK = 128  # E rows whose queries share one set of keys
+QUERY_CHUNK = 64  # E rows whose queries share one set of keys
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -190,9 +190,10 @@ def read_answers(paths: Sequence[str]) -> dict[str, str]:
     """Lines of answers by their prompts, in the order of the files."""
     answers = {}
     for path in paths:
-        for line in Path(path).read_text(encoding="utf-8").splitlines(keepends=True):
-            turns = json.loads(line)["messages"][:-1]
-            answers.setdefault(json.dumps(turns), line)
+        with Path(path).open(encoding="utf-8", newline="\n") as lines:  # not splitlines: a text may have U+2028 in it
+            for line in lines:
+                turns = json.loads(line)["messages"][:-1]
+                answers.setdefault(json.dumps(turns), line)
     return answers
 
 

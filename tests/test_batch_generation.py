@@ -7,7 +7,7 @@ from torch import Tensor
 from pipeline_inference import Sampling
 from tests.tiny import hf_greedy, random_prompt, tiny_model, tiny_target
 from training import batch_generation
-from training.batch_generation import Throughput, draw_rows, generate_batch
+from training.batch_generation import Throughput, draw_rows, generate_batch, uniform_draws
 
 PROMPTS = [random_prompt(length, seed=length) for length in (3, 9, 14, 5, 9)]
 ENDS = tuple(range(12))  # so many that the rows end one after the other
@@ -31,6 +31,8 @@ def test_a_draw_depends_on_seed_and_prompt_alone(family):
     answers = generate_batch(target, PROMPTS[:4], 12, seed=3, **settings)
     assert answers[1:] == generate_batch(target, PROMPTS[3:0:-1], 12, seed=3, **settings)[::-1]
     assert answers != generate_batch(target, PROMPTS[:4], 12, seed=4, **settings)
+    first, second = uniform_draws(PROMPTS[:2], 3, seed=3).tolist()
+    assert not set(first) & set(second)  # or all answers would be lucky at the same token
 
 
 def test_draws_follow_the_probabilities():

@@ -9,25 +9,28 @@ import hashlib
 import html
 import json
 from base64 import b64encode
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from math import exp
+from math import ceil, exp
 from pathlib import Path
 from string import Template
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from decoding.result import GenerationResult
 from decoding.text import pieces
 from script_utils import atomic_open
 from timeline import DRAFT, VERIFY, WAIT, ideal_seconds, stage_row
-from viewer.recording import Draft, Fate, Recording, Token, by_cycle, staircase, tokens_of
+from viewer.recording import Draft, Fate, Recording, RowsSeen, Token, by_cycle, rejections, staircase, tokens_of
 
 FOLDER = Path(__file__).parent
 DIGITS = 7  # of seconds: tenths of a microsecond
 
 Run = dict[str, Any]  # what the page knows of one prompt
+Chart = dict[str, Any]  # upright bars: "rows" of (name, share of the height, text above), and a "note"
 
 
 @dataclass(frozen=True)
@@ -48,80 +51,170 @@ def run_of(
     """What the page shows of a prompt, decoded by the target alone and by the pipeline."""
     result, recorder = pipeline.result, pipeline.recorder
     tokens = tokens_of(recorder, result.accepted)
-    sizes = result.stage_sizes
+    sizes, cycles = result.stage_sizes, result.cycles
+    ends = list(accumulate(sizes))
+    drafted = by_cycle(tokens, "drafted", cycles)
     return {
         "prompt": prompt,
         "stages": sizes,
+        "layers": [f"{end - size}–{end - 1}" for size, end in zip(sizes, ends, strict=True)],
         "tokens": _columns(tokens, tokenizer),
-        "cells": staircase(tokens, len(sizes), result.cycles),
-        "drafts": by_cycle(tokens, "drafted", result.cycles),
-        "heads": [_head(draft, tokenizer) for draft in recorder.drafts],
-        "verdicts": by_cycle(tokens, "emitted", result.cycles),
-        "seconds": _cycle_seconds(pipeline, setting.verify_lag),
+        "cells": staircase(tokens, len(sizes), cycles),
+        "drafts": drafted,
+        "heads": [
+            _head(draft, {tokens[number].id for number in numbers}, tokenizer)
+            for draft, numbers in zip(recorder.drafts, drafted, strict=True)
+        ],
+        "verdicts": by_cycle(tokens, "emitted", cycles),
+        "totals": _totals(tokens, cycles),
+        "rejections": rejections(tokens),
+        "parts": _parts(pipeline, setting.verify_lag),
         "lanes": _lanes(standard, pipeline, setting, tokenizer),
-        "fills": {"verified": result.verified_by_fill, "accepted": result.accepted_by_fill},
-        "acceptedRuns": result.accepted_runs,
-        "metrics": {
-            "tokens": len(result.tokens),
-            "cycles": result.cycles,
-            "accepted": result.n_accepted,
-            "verified": result.n_verified,
-            "alpha": result.alpha,
-            "acceptLength": result.equivalent_accept_length,
-            "theory": result.theoretical_speedup(setting.num_spec_layers),
-            "equal": standard.result.tokens == result.tokens,
-        },
+        "charts": {"fill": _fill_chart(result), "run": _run_chart(result.accepted_runs)},
+        "metrics": _metrics(result, setting, standard.result.tokens == result.tokens),
     }
 
 
-def counts(tokens: Sequence[Token]) -> dict[str, int]:
-    """How many tokens had each fate."""
-    return {fate: sum(token.fate == fate for token in tokens) for fate in Fate}
+def _totals(tokens: Sequence[Token], cycles: int) -> dict[str, list[int]]:
+    """How many tokens had been accepted, corrected and flushed by the end of each cycle."""
+    events = Counter((token.fate, token.died if token.fate == Fate.FLUSHED else token.emitted) for token in tokens)
+    fates = (Fate.ACCEPTED, Fate.CORRECTED, Fate.FLUSHED)
+    return {fate: list(accumulate(events[fate, cycle] for cycle in range(cycles))) for fate in fates}
 
 
 def _columns(tokens: Sequence[Token], tokenizer: PreTrainedTokenizerBase) -> dict[str, list]:
-    """Tokens as one list a field, with -1 for none: shorter than an object each."""
-    names = ("position", "parent", "fill", "drafted", "entered", "died", "emitted")
+    """Tokens as one list per field, with -1 for none: shorter than an object for each."""
+    names = ("position", "parent", "died")
     columns: dict[str, list] = {
         name: [-1 if getattr(token, name) is None else getattr(token, name) for token in tokens] for name in names
     }
     columns["text"] = [tokenizer.decode([token.id]) for token in tokens]
     columns["fate"] = [token.fate for token in tokens]
     columns["probability"] = [None if token.probability is None else round(token.probability, 4) for token in tokens]
+    columns["origin"] = [_origin(token) for token in tokens]
+    columns["outcome"] = [_outcome(token) for token in tokens]
     return columns
 
 
-def _head(draft: Draft, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """What the head saw in a cycle, and what else it found likely."""
-    shown: dict[str, Any] = {} if draft.rows is None else {"rows": draft.rows._asdict()}
-    if draft.best is not None:
-        ids, log_probabilities = draft.best
-        texts = [tokenizer.decode([token]) for token in ids.tolist()]
-        shown["best"] = [
-            [text, round(exp(value), 4)] for text, value in zip(texts, log_probabilities.tolist(), strict=True)
-        ]
-    return shown
+def _origin(token: Token) -> str:
+    """Where a token came from: the same for all tokens of a cell."""
+    drafted = f", drafted in cycle {token.drafted} (tokens in flight then: {token.fill})"
+    entry = ", never in a stage" if token.entered is None else f", entered in cycle {token.entered}"
+    return f"Position {token.position}{'' if token.drafted is None else drafted}{entry}."
 
 
-def _cycle_seconds(recording: Recording, verify_lag: int) -> dict[str, list]:
-    """Seconds of each cycle: of the whole, of its parts, and with a device a stage."""
-    num_stages, whole = len(recording.result.stage_sizes), recording.recorder.seconds
-    rows = [*recording.cycles, *({} for _ in whole)][: len(whole)]
-    names = {DRAFT: DRAFT, VERIFY: VERIFY, WAIT: WAIT} | {stage_row(stage): stage for stage in range(num_stages)}
-    parts = {key: [round(row.get(name, 0.0), DIGITS) for row in rows] for name, key in names.items()}
+def _outcome(token: Token) -> str:
+    """What became of a token."""
     return {
-        "cycle": [round(seconds, DIGITS) for seconds in whole],
-        "ideal": [round(ideal_seconds(row, verify_lag), DIGITS) for row in rows],
-        "stages": [parts.pop(stage) for stage in range(num_stages)],
-        **parts,
-    }
+        Fate.FIRST: "the prompt's first new token",
+        Fate.ACCEPTED: f"accepted in cycle {token.emitted}",
+        Fate.CORRECTED: f"the target's own, since cycle {token.emitted}",
+        Fate.FLUSHED: f"flushed in cycle {token.died}",
+        Fate.OPEN: "not judged before the end",
+    }[token.fate]
+
+
+def _head(draft: Draft, drafted: Collection[int], tokenizer: PreTrainedTokenizerBase) -> dict[str, list]:
+    """What the head saw in a cycle, and what else than its drafts it found likely, as (text, probability, no fate)."""
+    ids, log_probabilities = ([], []) if draft.best is None else (values.tolist() for values in draft.best)
+    best = zip(ids, log_probabilities, strict=True)
+    others = [(tokenizer.decode([token]), round(exp(value), 4), "") for token, value in best if token not in drafted]
+    return {"rows": [] if draft.rows is None else _spans(draft.rows), "others": others}
+
+
+def _spans(rows: RowsSeen) -> list[tuple[str, int]]:
+    """Rows that the head saw, as (positions, type): neighbours of one type together."""
+    spans: list[list[int]] = []  # first position, last position, type, number of rows
+    for position, kind in sorted(rows.fed):
+        if spans and spans[-1][2] == kind and position - spans[-1][1] <= 1:
+            spans[-1][1] = position
+            spans[-1][3] += 1
+        else:
+            spans.append([position, position, kind, 1])
+    shown = [
+        (positions(first, last) + (f" ({count} rows)" if count > last - first + 1 else ""), kind)
+        for first, last, kind, count in spans
+    ]
+    cached = [(f"{positions(0, rows.cached - 1)}, cached", rows.deepest)] if rows.cached else []
+    return cached + shown
+
+
+def positions(first: int, last: int) -> str:
+    """A range of positions in words."""
+    return f"position {first}" if first == last else f"positions {first}–{last}"
+
+
+def _parts(recording: Recording, verify_lag: int) -> list[dict[str, Any]]:
+    """Seconds of each cycle, part by part in the order of the staircase's rows, and of the whole; `kind` is a style."""
+    stages = range(len(recording.result.stage_sizes))
+    rows = _cycle_rows(recording)
+    named = [(DRAFT, "head", "drafting")]
+    named += [(stage_row(stage), f"stage {stage}", "odd-stage" if stage % 2 else "even-stage") for stage in stages]
+    named += [(VERIFY, "verification", "verification"), (WAIT, "waiting for stages", "")]
+    parts = [(name, kind, [row.get(key, 0.0) for row in rows]) for key, name, kind in named]
+    parts.append(("whole cycle, as measured", "", recording.recorder.seconds))
+    parts.append(("ideal: a device per stage", "ideal", [ideal_seconds(row, verify_lag) for row in rows]))
+    return [
+        {
+            "name": name,
+            "kind": kind,
+            "mean": sum(seconds) / max(1, len(seconds)),
+            "seconds": [round(value, DIGITS) for value in seconds],
+        }
+        for name, kind, seconds in parts
+    ]
+
+
+def _cycle_rows(recording: Recording) -> list[Mapping[str, float]]:
+    """The timeline's seconds of every cycle, by row: none of a cycle that it has not."""
+    whole = recording.recorder.seconds
+    return [*recording.cycles, *({} for _ in whole)][: len(whole)]
+
+
+def _fill_chart(result: GenerationResult) -> Chart:
+    """Acceptance by tokens in flight."""
+    pairs = list(zip(result.accepted_by_fill, result.verified_by_fill, strict=True))
+    rows = [
+        (str(fill), accepted / max(1, verified), f"{accepted / verified:.2f}" if verified else "–")
+        for fill, (accepted, verified) in enumerate(pairs, start=1)
+    ]
+    counted = ", ".join(f"{fill}: {accepted}/{verified}" for fill, (accepted, verified) in enumerate(pairs, start=1))
+    return {"rows": rows, "note": f"Accepted / verified drafts: {counted}."}
+
+
+def _run_chart(lengths: Sequence[int]) -> Chart:
+    """How often accepted runs of each length came; every name under the bars has room."""
+    counted, longest = Counter(lengths), max(lengths, default=0)
+    most, every = max(counted.values(), default=1), ceil((longest + 1) / 20)
+    rows = [
+        ("" if length % every else str(length), counted[length] / most, str(counted[length] or ""))
+        for length in range(longest + 1)
+    ]
+    return {"rows": rows, "note": f"{len(lengths)} runs, the longest {longest}."}
+
+
+def _metrics(result: GenerationResult, setting: Setting, equal: bool) -> list[tuple[str, str, str, str]]:
+    """The tiles at the top: id of the term, name, value, note."""
+    theory = result.theoretical_speedup(setting.num_spec_layers)
+    return [
+        ("alpha", "alpha", figure(result.alpha), f"{result.n_accepted} of {result.n_verified} drafts"),
+        ("accept-length", "L_acc", figure(result.equivalent_accept_length), f"at most {len(result.stage_sizes)}"),
+        ("accept-length", "theoretical speed-up", figure(theory, " ×"), ""),
+        ("cycle", "cycles", str(result.cycles), ""),
+        ("", "tokens", str(len(result.tokens)), "the same as standard's" if equal else "others than standard's"),
+    ]
+
+
+def figure(value: float | None, unit: str = "") -> str:
+    """Two digits after the point; a dash for what is not known."""
+    return "–" if value is None else f"{value:.2f}{unit}"
 
 
 def _lanes(
     standard: Recording, pipeline: Recording, setting: Setting, tokenizer: PreTrainedTokenizerBase
 ) -> list[dict[str, Any]]:
     """The race: who writes which piece of text when, in seconds since the prompt was read."""
-    ideal = _cycle_seconds(pipeline, setting.verify_lag)["ideal"]
+    ideal = [ideal_seconds(row, setting.verify_lag) for row in _cycle_rows(pipeline)]
     alone, written = pieces(standard.result.tokens, tokenizer), pieces(pipeline.result.tokens, tokenizer)
     return [
         _lane("standard", setting.baseline, standard, standard.recorder.seconds, alone),

@@ -165,3 +165,9 @@ def staircase(tokens: Sequence[Token], num_stages: int, cycles: int) -> list[lis
         for cycle in range(token.entered, end):
             cells[cycle][cycle - token.entered].append(number)
     return cells
+
+
+def rejections(tokens: Sequence[Token]) -> list[int]:
+    """Cycles whose verdict is the target's own token and drops what was in flight, in their order."""
+    corrected = {token.emitted for token in tokens if token.fate == Fate.CORRECTED}
+    return sorted(corrected & {token.died for token in tokens if token.died is not None})

@@ -1,106 +1,72 @@
-// The page of an evaluation: runs, their plots, prompts, and answers.
+// The page of an evaluation: runs, their plots, prompts, and answers. evaluation/summary_page.py says what they have.
 
-const decimal = (value) => (value === null || value === undefined ? "–" : value.toFixed(2));
-const times = (value) => (value === null || value === undefined ? "–" : `${value.toFixed(2)} ×`);
-const RUN_COLUMNS = [
-  ["run", ({ label }) => label, (run, index) => link(`#run-${index}`, run.label)],
-  ["prompts", ({ samples }) => samples],
-  ["alpha", ({ alpha }) => alpha, ({ alpha }) => decimal(alpha)],
-  ["L_acc", ({ acceptLength }) => acceptLength, ({ acceptLength }) => decimal(acceptLength)],
-  ["theory", ({ theory }) => theory, ({ theory }) => times(theory)],
-  ["ideal", ({ ideal }) => ideal, ({ ideal }) => times(ideal)],
-  ["wall-clock", ({ wallClock }) => wallClock, ({ wallClock }) => times(wallClock)],
-  ["equal", ({ equal }) => equal, ({ equal, compared }) => (compared ? `${equal} of ${compared}` : "–")],
-  ["failed", ({ failed }) => failed],
-];
-const PROMPT_COLUMNS = [
-  ["data set", ({ dataset }) => dataset],
-  ["question", ({ id }) => id, ({ id, run, number }) => link(`#run-${run}-prompt-${number}`, String(id))],
-  ["text", ({ question }) => question, ({ question }) => question.slice(0, 70)],
-  ["tokens", ({ tokens }) => tokens],
-  ["alpha", ({ alpha }) => alpha, ({ alpha }) => decimal(alpha)],
-  ["L_acc", ({ acceptLength }) => acceptLength, ({ acceptLength }) => decimal(acceptLength)],
-  ["ideal", ({ ideal }) => ideal, ({ ideal }) => times(ideal)],
-  ["wall-clock", ({ wallClock }) => wallClock, ({ wallClock }) => times(wallClock)],
-  ["longest run", ({ acceptedRuns }) => Math.max(0, ...acceptedRuns)],
-];
-
-const link = (href, text) => element("a", { href }, text);
-
-/** Order of two values; what is missing comes last. */
-function compare(first, second) {
+/** Order of two values, upwards (1) or downwards (-1); what is missing comes last. */
+function compare(first, second, direction) {
   if (first === null || second === null) return Number(first === null) - Number(second === null);
-  if (typeof first === "number" && typeof second === "number") return first - second;
-  return String(first).localeCompare(String(second), undefined, { numeric: true });
+  if (typeof first === "number" && typeof second === "number") return direction * (first - second);
+  return direction * String(first).localeCompare(String(second), undefined, { numeric: true });
 }
 
-/** Fill a table. Columns are [heading, value to sort by, content of a cell]; headings sort, the second time downwards. */
-function drawTable(table, columns, rows, sorted = null, downwards = false) {
-  const order = rows.map((row, index) => [row, index]);
-  if (sorted !== null) {
-    const valueOf = columns[sorted][1];
-    order.sort(([a], [b]) => {
-      const missing = valueOf(a) === null || valueOf(b) === null;
-      return compare(valueOf(a), valueOf(b)) * (downwards && !missing ? -1 : 1);
-    });
-  }
-  const headings = columns.map(([name], index) => {
-    const direction = index === sorted ? (downwards ? "descending" : "ascending") : undefined;
-    const arrow = { ascending: " ▲", descending: " ▼" }[direction] ?? "";
+/** Fill a table with rows of cells, each {value, text, link}. A heading sorts, the second time downwards. */
+function drawTable(table, headings, rows, sorted = -1, direction = 1) {
+  const order = [...rows];
+  if (sorted >= 0) order.sort((a, b) => compare(a[sorted].value, b[sorted].value, direction));
+  const buttons = headings.map((name, index) => {
+    const here = index === sorted;
     const onclick = () => {
-      drawTable(table, columns, rows, index, index === sorted && !downwards);
+      drawTable(table, headings, rows, index, here ? -direction : 1);
       table.querySelectorAll("th button")[index].focus();
     };
-    return element("th", { "aria-sort": direction }, element("button", { onclick }, name + arrow));
+    const [order, arrow] = !here ? [] : direction > 0 ? ["ascending", " ▲"] : ["descending", " ▼"];
+    return element("th", { "aria-sort": order }, element("button", { onclick }, name + (arrow ?? "")));
   });
-  const lines = order.map(([row, index]) =>
-    element("tr", {}, ...columns.map(([, value, show = value]) => element("td", {}, show(row, index) ?? "–"))),
-  );
-  table.replaceChildren(element("thead", {}, element("tr", {}, ...headings)), element("tbody", {}, ...lines));
+  const lines = order.map((cells) => {
+    const shown = cells.map((cell) => element("td", {}, cell.link ? link(cell.link, cell.text) : cell.text));
+    return element("tr", {}, ...shown);
+  });
+  table.replaceChildren(element("thead", {}, element("tr", {}, ...buttons)), element("tbody", {}, ...lines));
 }
 
-function showRun(number) {
-  const run = DATA.runs[number];
-  byId("run-title").textContent = run.label;
-  byId("settings").textContent = run.settings.join(", ");
-  byId("plots").hidden = run.plots === null;
-  if (run.plots) byId("plots").src = run.plots;
-  const prompts = run.prompts.map((prompt, index) => ({ ...prompt, run: number, number: index }));
-  drawTable(byId("prompts"), PROMPT_COLUMNS, prompts);
+function showRun({ label, settings, plots, prompts }) {
+  byId("run-title").textContent = label;
+  byId("settings").textContent = settings.join(", ");
+  byId("plots").hidden = plots === null;
+  if (plots) byId("plots").src = plots;
+  const rows = prompts.map(({ cells }) => cells);
+  drawTable(byId("prompts"), DATA.promptHeadings, rows);
 }
 
-function showAnswer(run, number) {
-  const { dataset, id, question, text, error, tokens, stop, equal, acceptedRuns } = DATA.runs[run].prompts[number];
-  byId("answer").hidden = false;
-  byId("answer-title").textContent = `${dataset}, question ${id}`;
+function showAnswer({ title, question, outcome, text, acceptedRuns }) {
+  byId("answer-title").textContent = title;
   byId("question").textContent = question;
-  const same = { true: "; the same as the target alone", false: "; NOT the same as the target alone" }[equal] ?? "";
-  byId("outcome").textContent = error ? `Failed: ${error}` : `${tokens} tokens (${stop})${same}`;
+  byId("outcome").textContent = outcome;
   byId("text").textContent = text;
-  const top = Math.max(1, ...acceptedRuns);
-  const rows = acceptedRuns.map((length) => ["", length, acceptedRuns.length < 40 ? String(length) : ""]);
-  const drawing = rows.length ? bars(rows, top, `Accepted runs: ${acceptedRuns.join(", ")}`) : "No draft was verified.";
+  const most = Math.max(1, ...acceptedRuns);
+  const rows = acceptedRuns.map((length) => ["", length / most, acceptedRuns.length < 40 ? String(length) : ""]);
+  const drawing = rows.length ? bars(rows, `Accepted runs: ${acceptedRuns.join(", ")}`) : "No draft was verified.";
   byId("accepted-runs").replaceChildren(drawing);
 }
 
 /** The address says what is shown: #run-2, #run-2-prompt-5. */
 function follow() {
-  const [, run, prompt] = location.hash.match(/^#run-(\d+)(?:-prompt-(\d+))?$/) ?? [];
-  const known = DATA.runs[run] ?? null;
-  showRun(known ? Number(run) : 0);
-  byId("answer").hidden = true;
-  if (!known) return;
-  if (known.prompts[prompt]) showAnswer(Number(run), Number(prompt));
-  const target = byId(known.prompts[prompt] ? "answer" : "run");
+  const [, number, prompt] = location.hash.match(/^#run-(\d+)(?:-prompt-(\d+))?$/) ?? [];
+  const run = DATA.runs[number];
+  const answer = run?.prompts[prompt];
+  showRun(run ?? DATA.runs[0]);
+  byId("answer").hidden = !answer;
+  if (answer) showAnswer(answer);
+  if (!run) return;
+  const target = byId(answer ? "answer" : "run");
   target.focus({ preventScroll: true });
   target.scrollIntoView();
 }
 
-function startSummary() {
+function start() {
   byId("title").textContent = DATA.title;
-  drawTable(byId("runs"), RUN_COLUMNS, DATA.runs);
+  const rows = DATA.runs.map(({ cells }) => cells);
+  drawTable(byId("runs"), DATA.runHeadings, rows);
   window.addEventListener("hashchange", follow);
   follow();
 }
 
-startSummary();
+start();

@@ -65,6 +65,7 @@ class SleepingTarget:
     """Stands for the target on every rank: hidden states are zeros, and logits take their time."""
 
     device, window = torch.device("cpu"), None
+    layer_types = ("full_attention",)
 
     def __init__(self, sleeps: Sleeps):
         self.config = SimpleNamespace(hidden_size=sleeps.hidden_size, vocab_size=VOCAB)

@@ -114,7 +114,10 @@ def main(args: argparse.Namespace) -> None:
     check_output_file("--output", args.output)
     check_output_folder("--cache_dir", args.cache_dir)
     name = public_name(args)
-    tokenizer = load_tokenizer(args.tokenizer, args.trust_remote_code)
+    try:
+        tokenizer = load_tokenizer(args.tokenizer, args.trust_remote_code)
+    except ValueError as error:
+        raise ValueError(f"--tokenizer: {error}") from None
     use_template(tokenizer, args)
     vocab_size = args.vocab_size or model_vocabulary(args, tokenizer)
     try:

@@ -131,18 +131,21 @@ class WordTokenizer:
 
     chat_template = "yes"
 
-    def __call__(self, text):
+    def __call__(self, text, add_special_tokens=True):
+        assert add_special_tokens == (self.chat_template == RAW_TEMPLATE)  # a template writes its own
         return {"input_ids": [len(word) for word in text.split()]}
 
     def get_chat_template(self):
         return self.chat_template
 
-    def apply_chat_template(self, turns, *, chat_template, add_generation_prompt, return_dict, enable_thinking):
-        assert chat_template == "yes"
+    def apply_chat_template(self, turns, *, chat_template, add_generation_prompt, tokenize, enable_thinking):
+        assert chat_template == self.chat_template
         assert add_generation_prompt
-        assert return_dict
+        assert not tokenize
         assert [turn["role"] for turn in turns] == ["user"]
-        return {"input_ids": [101 if enable_thinking else 102, *self(turns[0]["content"])["input_ids"]]}
+        if chat_template == RAW_TEMPLATE:
+            return turns[0]["content"]
+        return f"{'x' * (101 if enable_thinking else 102)} {turns[0]['content']}"
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ Symbols, here and everywhere else in the repository:
     d  depth, 0 .. n: stages a token has passed            m  aggregation types      k  type index, 0 .. m-1
     L_s  speculation layers    H  hidden size              V  vocabulary             V_d  draft vocabulary
     W  draft-tree width        w  nodes of one position, at most W                   T  tokens before this one
+    F  fill, the occupancy of the pipeline: tokens in flight, 1 .. n
     h_0  embedding output      h_i  output of decoder layer i, BEFORE the final norm
 
 Comments cite the sections of docs/method.md, which has the mathematics.

@@ -204,6 +204,19 @@ def quiet_libraries() -> None:
         logging.disable_progress_bar()
 
 
+@contextmanager
+def no_loading_bar(hidden: bool = True) -> Iterator[None]:
+    """Hides the bar in which `transformers` counts the weights that it loads. A download keeps its own bar."""
+    if not hidden:
+        yield
+        return
+    before = logging.set_tqdm_hook(lambda bar, args, settings: bar(*args, **settings | {"disable": True}))
+    try:
+        yield
+    finally:
+        logging.set_tqdm_hook(before)
+
+
 def first_line(error: Exception, most: int = 200) -> str:
     """The first line of an error's message, at most so many characters; the class name where there is no message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:most]

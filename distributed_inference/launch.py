@@ -82,6 +82,7 @@ from script_utils import (
     Parser,
     check_output_file,
     first_line,
+    no_loading_bar,
     quiet_libraries,
     reader_is_gone,
     show_what_can_be_shown,
@@ -480,14 +481,15 @@ class RankProcess:
         """This rank's part of the target, and the first head where it drafts; and the memory that they take."""
         args, rank, layout = self.args, setup.rank, setup.layout
         part = layout.part(rank, checked.target_config.vocab_size)
-        target = Target.load(
-            checked.base_model_path,
-            dtype=setup.wires.dtype,
-            device=setup.wires.device,
-            attn_implementation=args.attn_implementation,
-            trust_remote_code=args.trust_remote_code,
-            part=part,
-        )
+        with no_loading_bar(hidden=rank != layout.rank_of(stage=0)):  # all ranks load at the same time: one bar will do
+            target = Target.load(
+                checked.base_model_path,
+                dtype=setup.wires.dtype,
+                device=setup.wires.device,
+                attn_implementation=args.attn_implementation,
+                trust_remote_code=args.trust_remote_code,
+                part=part,
+            )
         head = load_head(args.spec_head_ckpt[0], target) if rank == DRAFT_RANK else None
         return (target, head), memory_row(setup, target, head, part.layers)
 

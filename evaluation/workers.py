@@ -20,7 +20,7 @@ from evaluation.metrics import Row, compare_with_baseline, failed_row, sample_ro
 from evaluation.prompts import Sample
 from pipeline_inference import Decoder, Executor, LocalExecutor, logit_gap
 from pipeline_model import Target
-from script_utils import quiet_libraries
+from script_utils import no_loading_bar, quiet_libraries
 
 WARMUP_PROMPT = 32  # prompt tokens of the unrecorded generation before a decoder's first sample
 
@@ -138,9 +138,9 @@ class Workers:
             self._local = Evaluator(self._options, self._devices[0])
             return self
         context = get_context("spawn")  # CUDA does not survive a fork
-        for device in self._devices:
+        for number, device in enumerate(self._devices):
             ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(theirs, self._options, device), daemon=True)
+            process = context.Process(target=serve, args=(theirs, self._options, device, number == 0), daemon=True)
             process.start()
             theirs.close()  # so that a dead worker closes the pipe
             self._processes.append(process)
@@ -192,8 +192,11 @@ class Workers:
         )
 
 
-def serve(connection: Connection, options: TargetOptions, device: str) -> None:
-    """A worker process: answers tasks until the other end of the pipe is gone, however it went."""
+def serve(connection: Connection, options: TargetOptions, device: str, shows_loading: bool) -> None:
+    """A worker process: answers tasks until the other end of the pipe is gone, however it went.
+
+    shows_loading: in a bar. All workers load the same target at the same time, so one of them will do.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     quiet_libraries()
     evaluator = None
@@ -201,7 +204,8 @@ def serve(connection: Connection, options: TargetOptions, device: str) -> None:
         while True:
             task = connection.recv()
             try:
-                evaluator = evaluator or Evaluator(options, device)
+                with no_loading_bar(hidden=not shows_loading):
+                    evaluator = evaluator or Evaluator(options, device)
                 outcome = evaluator.evaluate(task)
             except ValueError as error:
                 outcome = error

@@ -28,7 +28,7 @@ from transformers.utils.hub import get_checkpoint_shard_files
 from transformers.utils.import_utils import is_flash_attn_2_available
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from script_utils import first_line, listed
+from script_utils import first_line, listed, no_loading_bar
 
 QUANTIZATIONS = ("bnb_8bit", "bnb_4bit")
 QUANTISED_PARTS = ("fp8", "bitsandbytes")  # of these a part has been seen to equal that part of the whole
@@ -212,7 +212,8 @@ def check_target_weights(path: str, config: PreTrainedConfig) -> None:
         model_class = causal_class(path, config)
         check_scales(path, stored, quantised=quantization_of(config) is not None)
         check_experts(path, stored, config)
-        load_weights(model_class, path, config, device_map="meta", use_safetensors=True)
+        with no_loading_bar():  # nothing is read yet
+            load_weights(model_class, path, config, device_map="meta", use_safetensors=True)
 
 
 def check_scales(path: str, stored: Mapping[str, StoredTensor], quantised: bool) -> None:

@@ -65,7 +65,6 @@ import pyarrow as pa
 import torch
 from jinja2 import TemplateError
 from torch.nn.utils.rnn import pad_sequence
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from script_utils import first_line
@@ -77,7 +76,7 @@ from training.sources import (
     find_sources,
     first_of,
     folder_lines,
-    read_conversations,
+    read_all,
 )
 
 IGNORE_INDEX = -100
@@ -485,8 +484,7 @@ def write_rows(folder: Path, sources, tokenizer, options: Options, num_proc: int
     pickles, in which a tokenizer that has been used differs from a new one.
     """
     counters = Counters()
-    found = (item for source in sources for item in read_conversations(source, counters))
-    found = iter(tqdm(found, desc="conversations", unit=" conv", disable=not show_progress))
+    found = read_all(sources, counters, show_progress=show_progress)
     chunks = iter(lambda: list(islice(found, CHUNK_CONVERSATIONS)), [])
     with pa.ipc.new_stream(folder / "rows.arrow", ROWS_SCHEMA) as stream:
         for batch, batch_counters in encode_chunks(chunks, tokenizer, options, num_proc):

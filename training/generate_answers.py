@@ -63,7 +63,7 @@ from script_utils import (
 from training.batch_generation import Throughput, generate_batch
 from training.chat_format import ChatFormat
 from training.conversations import first_prompt
-from training.sources import Counters, SkipRecord, find_sources, folder_lines, read_conversations
+from training.sources import Counters, SkipRecord, find_sources, folder_lines, read_all
 
 SORTED_BATCHES = 16  # batches whose prompts are sorted by length together: little padding, still a random order
 # What the lines of the output depend on.
@@ -137,22 +137,21 @@ def read_prompts(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -
     except OSError as error:
         raise ValueError(f"--data_path: {error}") from None
     chat, counters, prompts = ChatFormat(tokenizer, args.enable_thinking), Counters(), []
-    for source in sources:
-        for record, found in read_conversations(source, counters):
-            try:
-                messages = first_prompt(found, counters)
-                text = chat.render_prompt(messages)
-            except SkipRecord as reason:
-                counters.skipped[str(reason)] += 1
-                continue
-            if len(text) > 16 * args.max_prompt_tokens:  # not worth tokenising
-                counters.skipped["prompt too long"] += 1
-                continue
-            ids = tokenizer(text, add_special_tokens=chat.adds_special_tokens)["input_ids"]
-            if len(ids) > args.max_prompt_tokens:
-                counters.skipped["prompt too long"] += 1
-                continue
-            prompts.append(Prompt(Path(record).name, messages, ids))
+    for record, found in read_all(sources, counters, show_progress=sys.stderr.isatty()):
+        try:
+            messages = first_prompt(found, counters)
+            text = chat.render_prompt(messages)
+        except SkipRecord as reason:
+            counters.skipped[str(reason)] += 1
+            continue
+        if len(text) > 16 * args.max_prompt_tokens:  # not worth tokenising
+            counters.skipped["prompt too long"] += 1
+            continue
+        ids = tokenizer(text, add_special_tokens=chat.adds_special_tokens)["input_ids"]
+        if len(ids) > args.max_prompt_tokens:
+            counters.skipped["prompt too long"] += 1
+            continue
+        prompts.append(Prompt(Path(record).name, messages, ids))
     left_out = ", ".join(f"{count} {reason}" for reason, count in counters.skipped.most_common())
     for line in folder_lines(args.data_path):
         print(line)

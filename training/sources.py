@@ -10,14 +10,16 @@ import os
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from io import TextIOWrapper
 from pathlib import Path
-from typing import TextIO
+from typing import BinaryIO, TextIO
 
 import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
+from tqdm import tqdm
 
 from script_utils import first_line, read_text, text_encoding
 
@@ -25,6 +27,7 @@ CONVERSATION_COLUMNS = ("conversations", "messages")
 SYSTEM_COLUMNS = ("system", "system_prompt", "system_message")
 # What else of a record matters; "finish", "enable_thinking" and "temperature" are training/generate_answers.py's.
 MORE_COLUMNS = (*SYSTEM_COLUMNS, "tools", "finish", "finish_reason", "enable_thinking", "temperature")
+Report = Callable[[int], object]  # is told how many bytes of a source have been read
 READ_CHARS = 1 << 16  # characters read at a time from a .json file; the price of an error grows with it
 
 
@@ -136,16 +139,18 @@ BLANKS = " \t\r\n\ufeff"  # around the JSON of a line
 OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 
 
-def open_text(path: Path) -> TextIO:
-    """A file of JSON text, perhaps compressed, in UTF-8, UTF-16 or UTF-32; its lines end at \\n only.
+def open_text(file: BinaryIO) -> TextIO:
+    """The JSON text of a file, perhaps compressed, in UTF-8, UTF-16 or UTF-32; its lines end at \\n only.
 
     What UTF-8 cannot decode survives as half surrogates, so that characters map back to bytes exactly.
     """
-    opener = OPENERS.get(path.suffix.lower(), open)
-    with opener(path, "rb") as file:
-        encoding = text_encoding(file.read(4))
+    file.seek(0)
+    opener = OPENERS.get(Path(file.name).suffix.lower())
+    content = file if opener is None else opener(file)
+    encoding = text_encoding(content.read(4))
+    content.seek(0)
     errors = "surrogateescape" if encoding == "utf-8" else "replace"
-    return opener(path, "rt", encoding=encoding, errors=errors, newline="\n")
+    return TextIOWrapper(content, encoding=encoding, errors=errors, newline="\n")
 
 
 def decode_next(window: TextWindow, decoder: json.JSONDecoder) -> tuple[object, int]:
@@ -181,11 +186,11 @@ def move_to_next_record(window: TextWindow, decoder: json.JSONDecoder) -> None:
         window.position = end - 1  # a turn of the broken record; there is no record inside it
 
 
-def read_json(path: Path, counters: Counters) -> Iterator[tuple[int, object]]:
+def read_json(file: BinaryIO, counters: Counters) -> Iterator[tuple[int, object]]:
     """Yields (index, record). Broken records are counted with their byte offset and do not get an index."""
     decoder = json.JSONDecoder()
     index = 0
-    with open_text(path) as handle:
+    with open_text(file) as handle:
         window = TextWindow(handle)
         while window.skip(SEPARATORS):
             try:
@@ -193,22 +198,22 @@ def read_json(path: Path, counters: Counters) -> Iterator[tuple[int, object]]:
             except json.JSONDecodeError as error:
                 start, stop = window.byte(window.position), window.byte(error.pos)
                 cut = " (the file ends inside it)" if window.at_end and window.ends_too_soon(error) else ""
-                counters.broken(f"{path}: record at byte {start:,}, error at byte {stop:,}: {error.msg}{cut}")
+                counters.broken(f"{file.name}: record at byte {start:,}, error at byte {stop:,}: {error.msg}{cut}")
                 move_to_next_record(window, decoder)
                 continue
             yield index, record
             index += 1
 
 
-def read_jsonl(path: Path, counters: Counters) -> Iterator[tuple[int | str, object]]:
+def read_jsonl(file: BinaryIO, counters: Counters) -> Iterator[tuple[int | str, object]]:
     """Yields (line number, record), lines counted from 1. Broken lines are counted with their number.
 
     A line that is an array of records gives each of them. A file that is one array over many lines is read as such.
     """
-    if not has_a_record_a_line(path):
-        yield from read_json(path, counters)
+    if not has_a_record_a_line(file):
+        yield from read_json(file, counters)
         return
-    with open_text(path) as handle:
+    with open_text(file) as handle:
         for number, line in enumerate(handle, start=1):
             if not line.strip(BLANKS):
                 continue
@@ -216,9 +221,9 @@ def read_jsonl(path: Path, counters: Counters) -> Iterator[tuple[int | str, obje
                 line.encode()  # what is no UTF-8 was read as half surrogates
                 record = json.loads(line.strip(BLANKS))
             except UnicodeEncodeError:
-                counters.broken(f"{path}: line {number:,}: not UTF-8")
+                counters.broken(f"{file.name}: line {number:,}: not UTF-8")
             except (ValueError, RecursionError) as error:  # broken JSON, brackets without end
-                counters.broken(f"{path}: line {number:,}: {error}")
+                counters.broken(f"{file.name}: line {number:,}: {error}")
             else:
                 if is_list_of_records(record):
                     yield from ((f"{number}.{index}", item) for index, item in enumerate(record))
@@ -226,10 +231,11 @@ def read_jsonl(path: Path, counters: Counters) -> Iterator[tuple[int | str, obje
                     yield number, record
 
 
-def has_a_record_a_line(path: Path) -> bool:
+def has_a_record_a_line(file: BinaryIO) -> bool:
     """Whether the first line of a .jsonl file is more than the beginning of an array or of an object."""
-    with open_text(path) as handle:
-        first = next((line.strip(BLANKS) for line in handle if line.strip(BLANKS)), "")
+    handle = open_text(file)
+    first = next((line.strip(BLANKS) for line in handle if line.strip(BLANKS)), "")
+    handle.detach()  # the file stays open
     try:
         json.loads(first)
     except (ValueError, RecursionError):
@@ -257,13 +263,20 @@ def conversation_columns(source: str, columns: Iterable[str]) -> list[str]:
     return known + [name for name in columns if name in MORE_COLUMNS]
 
 
-def read_parquet(path: Path, counters: Counters) -> Iterator[tuple[int, object]]:
-    """Yields (row index, record). Raises ValueError for a file that is not a whole parquet file."""
+def read_parquet(file: BinaryIO, counters: Counters) -> Iterator[tuple[int, object]]:
+    """Yields (row index, record). Raises ValueError for a file that is not a whole parquet file.
+
+    Arrow reads the file by its path. The cursor of `file` follows the rows, as whoever shows progress looks at it.
+    """
+    path = Path(file.name)
     try:
         table = pq.ParquetFile(path)
         columns = conversation_columns(path.as_posix(), table.schema_arrow.names)
         rows = (row for batch in table.iter_batches(batch_size=256, columns=columns) for row in batch.to_pylist())
-        yield from enumerate(rows)
+        row_bytes = path.stat().st_size / max(1, table.metadata.num_rows)
+        for index, row in enumerate(rows):
+            file.seek(int((index + 1) * row_bytes))
+            yield index, row
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{path}: cannot be read as parquet ({first_line(error)}); fetch the file again") from error
 
@@ -291,10 +304,17 @@ class FileSource:
     def name(self) -> str:
         return self.path.as_posix()
 
-    def records(self, counters: Counters) -> Iterator[tuple[int | str, object]]:
-        """Yields (index, record). What a compressed file has before it breaks off is used."""
+    @property
+    def nbytes(self) -> int:
+        return self.path.stat().st_size
+
+    def records(self, counters: Counters, report: Report) -> Iterator[tuple[int | str, object]]:
+        """Yields (index, record), and reports bytes read. What a compressed file has before it breaks off is used."""
         try:
-            yield from READERS[kind_of(self.path)](self.path, counters)
+            with open(self.path, "rb") as file:
+                for item in READERS[kind_of(self.path)](file, counters):
+                    report(file.tell())
+                    yield item
         except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
             if isinstance(error, OSError) and error.errno is not None:  # about the path, not about what is in the file
                 raise
@@ -312,8 +332,17 @@ class DatasetSource:
     name: str
     rows: datasets.Dataset
 
-    def records(self, counters: Counters) -> Iterator[tuple[int, object]]:
-        return enumerate(self.rows.select_columns(conversation_columns(self.name, self.rows.column_names)))
+    @property
+    def nbytes(self) -> int:
+        return self.rows.data.nbytes
+
+    def records(self, counters: Counters, report: Report) -> Iterator[tuple[int, object]]:
+        """Yields (index, record), and reports bytes read, as if all rows were of one size."""
+        rows = self.rows.select_columns(conversation_columns(self.name, self.rows.column_names))
+        row_bytes = self.nbytes / max(1, len(rows))
+        for index, row in enumerate(rows):
+            report(int((index + 1) * row_bytes))
+            yield index, row
 
     def fingerprint(self) -> list:
         return [
@@ -465,13 +494,29 @@ class Conversation:
     temperature: object = None  # at which the target wrote it; 0: greedy
 
 
-def read_conversations(source: FileSource | DatasetSource, counters: Counters) -> Iterator[tuple[str, Conversation]]:
+def read_all(
+    sources: Sequence[FileSource | DatasetSource], counters: Counters, *, show_progress: bool
+) -> Iterator[tuple[str, Conversation]]:
+    """As `read_conversations`, of one source after the other, with a progress bar on stderr by bytes read."""
+    total = sum(source.nbytes for source in sources)
+    with tqdm(desc="conversations", total=total, unit="B", unit_scale=True, disable=not show_progress) as bar:
+        for source in sources:
+            start = bar.n
+            yield from read_conversations(
+                source, counters, lambda place, start=start: bar.update(start + place - bar.n)
+            )
+            bar.update(start + source.nbytes - bar.n)
+
+
+def read_conversations(
+    source: FileSource | DatasetSource, counters: Counters, report: Report = lambda nbytes: None
+) -> Iterator[tuple[str, Conversation]]:
     """Yields (example_id, conversation as found) of every record that has a conversation column.
 
     Raises ValueError when the source has records, but no record with such a column.
     """
     columns, has_known = set(), False
-    for index, record in source.records(counters):
+    for index, record in source.records(counters, report):
         counters.records += 1
         if isinstance(record, list):  # of turns, without a record around it
             record = {"messages": record}

@@ -330,7 +330,9 @@ class Trainer:
         sums = torch.zeros(len(shapes), 4, dtype=torch.float64, device=accelerator.device)
         traces, lengths = HeldOutTraces(self.splits), sums.new_zeros(2)
         self.loss.eval()
-        for place in range(accelerator.process_index, len(batches), accelerator.num_processes):
+        places = range(accelerator.process_index, len(batches), accelerator.num_processes)
+        watched = accelerator.is_main_process and sys.stderr.isatty()
+        for place in tqdm(places, desc="held out", unit="batch", leave=False, disable=not watched):
             if self.signals.received is not None:
                 break
             teacher = self.load("val", batches[place]).teacher

@@ -38,7 +38,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from tqdm import tqdm
@@ -202,6 +202,9 @@ def measure(args: argparse.Namespace, device: torch.device) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in samples.items()}
 
 
+A, T = TypeVar("A"), TypeVar("T")
+
+
 class FirstCompiled(NamedTuple):
     """Seconds, each with a prompt and a few steps."""
 
@@ -214,18 +217,21 @@ def first_compiled(args: argparse.Namespace) -> FirstCompiled:
     return Bench(args, device, torch.float32).first_compiled_tokens()
 
 
-def in_new_process(args: argparse.Namespace, cache: str) -> FirstCompiled:
-    """`first_compiled` in a process of its own, with its compiler's cache in a folder."""
-    variable = "TORCHINDUCTOR_CACHE_DIR", cache
-    settings = {"mp_context": get_context("spawn"), "initializer": os.environ.__setitem__, "initargs": variable}
+def use_compiler_cache(folder: str) -> None:
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+
+
+def in_new_process(run: Callable[[A], T], argument: A, cache: str) -> T:
+    """What a function returns in a process of its own, whose compiler has its cache in a folder."""
+    settings = {"mp_context": get_context("spawn"), "initializer": use_compiler_cache, "initargs": (cache,)}
     with ProcessPoolExecutor(1, **settings) as pool:
-        return pool.submit(first_compiled, args).result()
+        return pool.submit(run, argument).result()
 
 
 def cold_and_warm(args: argparse.Namespace) -> dict[str, float]:
     """`first_compiled` with an empty cache, then with the one that this has left."""
     with tempfile.TemporaryDirectory() as folder:
-        found = {name: in_new_process(args, folder) for name in ("cold", "warm")}
+        found = {name: in_new_process(first_compiled, args, folder) for name in ("cold", "warm")}
     return {f"first_compiled_{kind}_s_{name}": getattr(f, kind) for name, f in found.items() for kind in f._fields}
 
 

@@ -65,13 +65,19 @@ def test_cycle_time_reports_what_it_measured(folder, capsys):
     assert result["threads"] == 1
 
 
+def test_a_first_compilation_is_timed_in_a_process_of_its_own(tmp_path):
+    """Guards the cold time: a process that starts for it, and whose compiler has the given cache."""
+    assert cycle_time.in_new_process(os.getenv, "TORCHINDUCTOR_CACHE_DIR", str(tmp_path)) == str(tmp_path)
+    assert os.getenv("TORCHINDUCTOR_CACHE_DIR") != str(tmp_path)
+
+
 def test_cycle_time_compares_compiled_stages_and_contexts(folder, capsys, monkeypatch):
     """Guards against ratios of other numbers than those shown, and prompts of other lengths than were asked for."""
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # what is timed matters here, not how fast
     monkeypatch.setattr(cycle_time, "STREAMED", 2**20)
     caches, first = [], cycle_time.FirstCompiled(4.0, 2.0)
     monkeypatch.setattr(
-        cycle_time, "in_new_process", lambda _, cache: caches.append((cache, os.listdir(cache))) or first
+        cycle_time, "in_new_process", lambda _run, _args, cache: caches.append((cache, os.listdir(cache))) or first
     )
     more = ["--cycles", "2", "--rounds", "1", "--compile", "--context", "40", "7"]
     prompts, start = [], cycle_time.Decoder.start

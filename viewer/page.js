@@ -253,7 +253,10 @@ function showDetails(cycle, row) {
   } else if (tokens.some((number) => probability[number] !== null)) {
     parts.push(element("h4", {}, term("candidate", "How likely the head found it")), chances(likely));
   }
-  parts.push(element("h4", {}, "Times of this cycle"), timesOf(({ seconds }) => seconds[cycle], row));
+  parts.push(
+    element("h4", {}, "Times of this cycle"),
+    timesOf(({ seconds }) => seconds[cycle], row),
+  );
   byId("details").replaceChildren(...parts);
 }
 

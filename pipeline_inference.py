@@ -36,7 +36,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from decoding.chat import Chat, Conversation
 from decoding.compiled import compiled_logits
 from decoding.nodes import CHECKPOINT, CachePlan, HostCopies, Kept, NodeBatch, NodeBoard
-from decoding.result import GenerationResult, TokenEvent
+from decoding.result import GenerationResult, TokenEvent, shared_length
 from decoding.sampling import NEUTRAL, Sampling, Verdict, draw, verify
 from decoding.stage import partition
 from decoding.static_head import DraftRows, StaticHead
@@ -1261,12 +1261,6 @@ def logit_gap(executor: Executor, prefix: Sequence[int], first: int, second: int
     output = executor.start(prefix, 0, plan, Timeline(executor.device))
     logits = output.logits.float()
     return float(logits[first] - logits[second])
-
-
-def shared_length(first: Sequence, second: Sequence) -> int:
-    """How many items two sequences have in common from the start on."""
-    pairs = zip(first, second, strict=False)
-    return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
 
 
 def main(args: argparse.Namespace) -> int:

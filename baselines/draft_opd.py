@@ -31,6 +31,7 @@ from decoding.tree import Node
 from pipeline_inference import Captured, Completed, PromptOutput
 from pipeline_model import Target
 from timeline import Timeline
+from training.forward import pad_texts
 from training.loss import LossTerms, TrainingLoss, rows_loss, teacher_argmax
 
 REJECTED_DECAY = 0.8  # slot k of the rejected stream weighs so much to the power of k - 1
@@ -117,14 +118,8 @@ def roll_out(
 
 def padded(rollouts: Sequence[Rollout], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Ids, labels (replies alone) and attention mask of the texts, right-padded, each [N, S]."""
-    shape = len(rollouts), max(len(rollout.tokens) for rollout in rollouts)
-    ids, mask = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
-    labels = torch.full(shape, -100)
-    for row, rollout in enumerate(rollouts):
-        length, reply = len(rollout.tokens), slice(rollout.prompt_length, len(rollout.tokens))
-        ids[row, :length] = torch.tensor(rollout.tokens)
-        labels[row, reply], mask[row, :length] = ids[row, reply], 1
-    return ids.to(device), labels.to(device), mask.to(device)
+    prompt_lengths = [rollout.prompt_length for rollout in rollouts]
+    return pad_texts([rollout.tokens for rollout in rollouts], prompt_lengths, device)
 
 
 def slots_of(rollouts: Sequence[Rollout], block_size: int) -> tuple[Blocks, np.ndarray, np.ndarray]:

@@ -26,11 +26,12 @@ from torch.distributed import TCPStore
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from decoding.result import shared_length
 from decoding.sampling import Sampling
 from distributed_inference.launch import Checked, Lead, RankParser, RankProcess, add_arguments
 from loading.flags import COUNT, DTYPES, dtype_name, resolve_dtype
 from loading.tokenizer import encode_prompt, load_tokenizer
-from pipeline_inference import Decoder, LocalExecutor, shared_length
+from pipeline_inference import Decoder, LocalExecutor
 from pipeline_model import Target
 from script_utils import Parser, git_commit, markdown_table, quiet_libraries, run_script
 

@@ -12,10 +12,9 @@ import argparse
 import json
 import shlex
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -23,11 +22,10 @@ import eval as evaluation
 import train
 from baselines import train_baseline
 from baselines.registry import METHODS
+from benchmarks.commands import Command, as_flags, layers_read, run_all
 from benchmarks.comparison_report import PLOT, Results, plot, report
 from evaluation.files import read_runs
-from loading.checkpoint_files import CHECKPOINT_NAME
 from loading.flags import COUNT, NATURAL, POSITIVE
-from loading.target_config import load_target_config
 from script_utils import (
     Parser,
     atomic_open,
@@ -35,7 +33,6 @@ from script_utils import (
     check_output_folder,
     git_commit,
     quiet_libraries,
-    run_record,
     run_script,
 )
 
@@ -95,21 +92,6 @@ def build_parser() -> Parser:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-class Command(NamedTuple):
-    """A call of one of the project's scripts, made in this process."""
-
-    script: str
-    module: ModuleType
-    flags: list[str]
-
-    @property
-    def arguments(self) -> argparse.Namespace:
-        return self.module.build_parser().parse_args(self.flags)
-
-    def __str__(self) -> str:
-        return f"python {self.script} {shlex.join(self.flags)}"
-
-
 def training_commands(args: argparse.Namespace) -> dict[str, Command]:
     """How each drafter is trained, by name."""
     shared = {
@@ -128,7 +110,7 @@ def training_commands(args: argparse.Namespace) -> dict[str, Command]:
         "cache_dir": args.work_dir / "data",
         "resume_from": "auto",
     }
-    flags = [text for name, value in shared.items() for text in (f"--{name}", str(value))]
+    flags = as_flags(shared)
     flags += [text for path in args.data_path for text in ("--data_path", path)]
     schedule = ["--max_steps", args.max_steps, "--lr", args.lr]
     commands: dict[str, Command] = {}
@@ -161,14 +143,6 @@ def training_commands(args: argparse.Namespace) -> dict[str, Command]:
     return commands
 
 
-def layers_read(commands: Iterable[Command], base_model_path: str) -> list[int]:
-    """The target's layers whose output some drafter reads."""
-    target, layers = load_target_config(base_model_path), set()
-    for command in commands:
-        layers.update(command.module.head_config(command.arguments, target).anchors)
-    return sorted(layers - {0})
-
-
 def evaluation_commands(args: argparse.Namespace, drafters: Sequence[str]) -> list[Command]:
     """One evaluation a method; each has its several runs."""
     shared = ["--base_model_path", args.base_model_path, "--datasets", *args.datasets]
@@ -191,35 +165,6 @@ def evaluation_commands(args: argparse.Namespace, drafters: Sequence[str]) -> li
             heads = ["--spec_head_ckpt", *heads] if heads else []
             commands.append(Command("eval.py", evaluation, ["--method", method, *heads, *flags, *shared]))
     return commands
-
-
-def is_trained(command: Command) -> bool:
-    """Whether this drafter is finished. ValueError when its folder is another training's."""
-    arguments = command.arguments
-    record = arguments.output_dir / "run.json"
-    if not record.exists():
-        return False
-    found = json.loads(record.read_text(encoding="utf-8"))
-    wanted = json.loads(json.dumps(run_record(arguments)["arguments"]))
-    for name in (flag.removeprefix("--") for flag in command.flags if flag.startswith("--")):
-        value, theirs = wanted[name], found["arguments"].get(name)
-        if theirs != value:
-            raise ValueError(
-                f"{str(arguments.output_dir)!r} was trained with --{name} {theirs}, this comparison has {value}: "
-                "choose another --work_dir"
-            )
-    return found["outcome"] == "finished" and (arguments.output_dir / CHECKPOINT_NAME).exists()
-
-
-def run_all(args: argparse.Namespace, trainings: Mapping[str, Command], evaluations: Sequence[Command]) -> int:
-    """Train what is not trained, evaluate what is not evaluated. Returns the exit code of the first that fails."""
-    todo = [command for command in trainings.values() if not is_trained(command)]
-    for command in (*todo, *evaluations):
-        print(f"\n{command}", flush=True)
-        code = command.module.main(command.arguments)
-        if code:
-            return code
-    return 0
 
 
 def read_results(args: argparse.Namespace, trainings: Mapping[str, Command]) -> Results:
@@ -245,7 +190,7 @@ def main(args: argparse.Namespace) -> int:
     trainings = training_commands(args)
     evaluations = evaluation_commands(args, list(trainings))
     if not args.report_only:
-        code = run_all(args, trainings, evaluations)
+        code = run_all(trainings.values(), evaluations)
         if code:
             return code
     results = read_results(args, trainings)

@@ -26,34 +26,35 @@ from tqdm import tqdm
 
 import train
 from baselines import train_baseline
-from baselines.method import Run
-from baselines.ppsd import PPSDConfig
-from baselines.registry import METHODS
-from benchmarks.compare_methods import Command, is_trained, layers_read
+from baselines.ppsd import PPSDConfig, PPSDReplay
+from benchmarks.commands import Command, as_flags, layers_read, run_all
 from decoding.metrics import accept_length, alpha
 from decoding.sampling import Sampling
-from evaluation.metrics import bootstrap_picks, interval
-from evaluation.prompts import encode_questions, read_questions
-from evaluation.replayed import ReplayedTexts, target_texts
-from evaluation.workers import build_decoder
+from evaluation.metrics import Estimate, bootstrap_picks, pooled
+from evaluation.prompts import Sample, choose_data_sets, encode_questions, read_questions
+from evaluation.replayed import ReplayedTexts, Text, target_texts
 from loading.checksums import file_sha256
-from loading.flags import COUNT, NATURAL, POSITIVE
+from loading.flags import COUNT, NATURAL, POSITIVE, bounded, integers
+from loading.target_config import load_target_config
 from loading.tokenizer import load_tokenizer
-from pipeline_model import Target, checkpoint_file, load_head, read_checkpoint
+from pipeline_model import HeadConfig, Target, checkpoint_file, read_checkpoint
 from script_utils import (
     Parser,
     atomic_open,
     check_output_file,
     check_output_folder,
     git_commit,
+    json_lines,
     markdown_table,
     quiet_libraries,
+    read_text,
     run_script,
     write_json,
 )
+from training.replay_loss import Replay, ReplaySettings
 
 SAMPLED_SHARE = 3, 10  # of the mixed text: three prompts of ten have their sampled answer, the others the greedy one
-TRAINED, NOTHING = "trained", "nothing"  # what an arm starts from
+BOTH = "identity+late_layers"
 
 
 class Arm(NamedTuple):
@@ -61,10 +62,9 @@ class Arm(NamedTuple):
 
     what: str
     flags: str  # of train.py, what sets this arm apart
-    start: str = TRAINED
     text: str = "mixed"  # or "greedy", "sampled"
-    stages: str | None = None  # None: those of --num_stages
-    short: bool = False  # --start_steps instead of --max_steps
+    fresh: bool = False  # from nothing, --start_steps long, instead of from --start
+    stages: tuple[int, ...] | None = None  # None: those of --num_stages
 
 
 ARMS = {
@@ -78,23 +78,15 @@ ARMS = {
     "P5": Arm("P2, flushed drafts too", "--rows replay --flushed 4"),
     "P6-greedy": Arm("P2, greedy text alone", "--rows replay", text="greedy"),
     "P6-sampled": Arm("P2, sampled text alone", "--rows replay", text="sampled"),
-    "N-S0": Arm("from nothing: S0 for n = 3", "", NOTHING, "greedy", "3", True),
-    "N-P2": Arm("from nothing: P2 for n = 3", "--rows replay", NOTHING, "greedy", "3", True),
-    "N-PPSD": Arm("from nothing: PPSD for n = 3", "--method ppsd", NOTHING, "greedy", "3", True),
-    "I-random": Arm("all drawn at random", "", NOTHING, "greedy", short=True),
-    "I-identity": Arm("A_k passes its deepest state on", "--head_init identity", NOTHING, "greedy", short=True),
-    "I-layers": Arm("layers from late target layers", "--head_init late_layers", NOTHING, "greedy", short=True),
-    "I-both": Arm("both", "--head_init identity+late_layers", NOTHING, "greedy", short=True),
-    "I-frozen": Arm(
-        "both, lm_head frozen", "--head_init identity+late_layers --lm_head_lr_scale 0", NOTHING, "greedy", short=True
-    ),
-    "I-slow": Arm(
-        "both, lm_head at lr / 10",
-        "--head_init identity+late_layers --lm_head_lr_scale 0.1",
-        NOTHING,
-        "greedy",
-        short=True,
-    ),
+    "N-S0": Arm("from nothing: S0 for n = 3", "", "greedy", True, (3,)),
+    "N-P2": Arm("from nothing: P2 for n = 3", "--rows replay", "greedy", True, (3,)),
+    "N-PPSD": Arm("from nothing: PPSD for n = 3", "--method ppsd", "greedy", True, (3,)),
+    "I-random": Arm("all drawn at random", "", "greedy", True),
+    "I-identity": Arm("A_k passes its deepest state on", "--head_init identity", "greedy", True),
+    "I-layers": Arm("layers from late target layers", "--head_init late_layers", "greedy", True),
+    "I-both": Arm("both", f"--head_init {BOTH}", "greedy", True),
+    "I-frozen": Arm("both, lm_head frozen", f"--head_init {BOTH} --lm_head_lr_scale 0", "greedy", True),
+    "I-slow": Arm("both, lm_head at lr / 10", f"--head_init {BOTH} --lm_head_lr_scale 0.1", "greedy", True),
 }
 EVALUATION_FLAGS = ("datasets", "prompts_per_dataset", "max_new_tokens", "temperature", "seed", "base_model_path")
 # Each claim: the arm, what it is compared with, what the difference is due to.
@@ -135,7 +127,9 @@ def build_parser() -> Parser:
     target.add_argument(
         "--draft_vocab_json", default="draft_vocab/sharegpt_smollm2_top_16k.json", help="of heads from nothing"
     )
-    target.add_argument("--num_stages", default="2,3,6", help="n that each head is trained and judged for")
+    target.add_argument(
+        "--num_stages", type=integers, default=(2, 3, 6), help="n that each head is trained and judged for"
+    )
     training = parser.add_argument_group("training, the same for all arms of a group")
     training.add_argument("--greedy_answers", action="append", required=True, help="text at temperature 0; repeatable")
     training.add_argument("--sampled_answers", action="append", required=True, help="the same prompts at 1; repeatable")
@@ -151,7 +145,9 @@ def build_parser() -> Parser:
     prompts.add_argument("--datasets", nargs="+", default=["mt_bench", "gsm8k", "humaneval"], help="folders there")
     prompts.add_argument("--prompts_per_dataset", type=COUNT, default=10, help="the first so many of each")
     prompts.add_argument("--max_new_tokens", type=COUNT, default=64, help="new tokens at most")
-    prompts.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0], help="of the judged decoding")
+    prompts.add_argument(
+        "--temperature", type=bounded(float, 0), nargs="+", default=[0.0, 1.0], help="of the judged decoding"
+    )
     parser.add_argument("--seed", type=NATURAL, default=0, help="of training and evaluation")
     return parser
 
@@ -190,10 +186,18 @@ def read_answers(paths: Sequence[str]) -> dict[str, str]:
     """Lines of answers by their prompts, in the order of the files."""
     answers = {}
     for path in paths:
-        with Path(path).open(encoding="utf-8", newline="\n") as lines:  # not splitlines: a text may have U+2028 in it
-            for line in lines:
-                turns = json.loads(line)["messages"][:-1]
-                answers.setdefault(json.dumps(turns), line)
+        try:
+            text = read_text(path)
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path!r} cannot be read ({error}): give what generate_answers.py wrote") from None
+        for number, entry in json_lines(text, repr(path)):
+            try:
+                turns = entry["messages"][:-1]
+            except (KeyError, TypeError):
+                raise ValueError(
+                    f"{path!r}, line {number} has no messages: give what generate_answers.py wrote"
+                ) from None
+            answers.setdefault(json.dumps(turns), json.dumps(entry, ensure_ascii=False) + "\n")
     return answers
 
 
@@ -201,30 +205,33 @@ def text_file(args: argparse.Namespace, name: str) -> Path:
     return args.work_dir / "text" / f"{name}.jsonl"
 
 
-def is_baseline(name: str) -> bool:
-    return "--method" in ARMS[name].flags
+def is_baseline(arm: Arm) -> bool:
+    return "--method" in arm.flags
 
 
-def training_command(args: argparse.Namespace, name: str) -> Command:
-    """How an arm is trained."""
+def stages_of(args: argparse.Namespace, arm: Arm) -> tuple[int, ...]:
+    """The n that an arm is trained and judged for."""
+    return arm.stages or args.num_stages
+
+
+def training_command(args: argparse.Namespace, name: str, start: HeadConfig) -> Command:
+    """How an arm is trained; start: the configuration of the head that most arms start from."""
     arm = ARMS[name]
-    fresh = arm.start == NOTHING
-    baseline = is_baseline(name)
     settings: dict[str, Any] = {
         "model_name": args.base_model_path,
         "data_path": text_file(args, arm.text),
         "output_dir": args.work_dir / name,
-        "num_stages": arm.stages or args.num_stages,
+        "num_stages": ",".join(map(str, stages_of(args, arm))),
         "draft_vocab_json": args.draft_vocab_json,
-        "max_steps": args.start_steps if arm.short else args.max_steps,
+        "max_steps": args.start_steps if arm.fresh else args.max_steps,
         "batch_size": args.batch_size,
         "gradient_accumulation_steps": 1,
         "max_length": args.max_length,
         "max_length_overflow": "truncate",
         "min_length": 2,
         "optimizer": "muon",
-        "lr": args.lr * (2 if fresh else 1),
-        "lr_adamw": args.lr_adamw * (2 if fresh else 1),
+        "lr": args.lr * (2 if arm.fresh else 1),
+        "lr_adamw": args.lr_adamw * (2 if arm.fresh else 1),
         "lr_scheduler": "linear",
         "warmup_steps": 10,
         "weight_decay": 0.01,
@@ -235,25 +242,31 @@ def training_command(args: argparse.Namespace, name: str) -> Command:
         "cache_dir": args.work_dir / "data",
         "resume_from": "auto",
     }
-    if not fresh:
+    if not arm.fresh:
         settings["init_head"] = args.start
-    if not baseline:
-        config, _ = read_checkpoint(args.start, mapped=True)
-        settings["num_spec_layers"] = config.num_spec_layers
-        settings["aggr_feature_bound"] = "auto" if arm.stages else ",".join(map(str, config.anchors))
-    flags = [text for key, value in settings.items() for text in (f"--{key}", str(value))]
-    script, module = ("baselines/train_baseline.py", train_baseline) if baseline else ("train.py", train)
-    return Command(script, module, [*arm.flags.split(), *flags])
+    if not is_baseline(arm):
+        settings["num_spec_layers"] = start.num_spec_layers
+        settings["aggr_feature_bound"] = "auto" if arm.stages else ",".join(map(str, start.anchors))
+    script = ("baselines/train_baseline.py", train_baseline) if is_baseline(arm) else ("train.py", train)
+    return Command(*script, [*arm.flags.split(), *as_flags(settings)])
+
+
+def check_stages(args: argparse.Namespace) -> None:
+    """ValueError for an n that the head to start from was not trained for."""
+    start, _ = read_checkpoint(args.start, mapped=True)
+    for n in args.num_stages:
+        start.split(load_target_config(args.base_model_path).num_hidden_layers, n)
 
 
 def training_commands(args: argparse.Namespace) -> dict[str, Command]:
     """The commands of all arms; one pass of the target over each text serves every arm."""
-    commands = {name: training_command(args, name) for name in ARMS if name != "start"}
+    start, _ = read_checkpoint(args.start, mapped=True)
+    commands = {name: training_command(args, name, start) for name in ARMS if name != "start"}
     readers = [commands[name] for name in ("S0", "N-S0", "N-PPSD")]  # of other layers each; all else reads as these
     layers = ",".join(map(str, layers_read(readers, args.base_model_path)))
     for name, command in commands.items():
-        folder = args.work_dir / "features" / ARMS[name].text
-        command.flags.extend(["--feature_cache", str(folder), "--feature_cache_layers", layers])
+        cache = {"feature_cache": args.work_dir / "features" / ARMS[name].text, "feature_cache_layers": layers}
+        command.flags.extend(as_flags(cache))
     return {name: command for name, command in commands.items() if name in args.arms}
 
 
@@ -262,96 +275,68 @@ def training_commands(args: argparse.Namespace) -> dict[str, Command]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def read_samples(args: argparse.Namespace) -> list[Sample]:
+    """The evaluation prompts. ValueError, before any training, for those that cannot be used."""
+    tokenizer, config = load_tokenizer(args.base_model_path), load_target_config(args.base_model_path)
+    limits = {"max_new_tokens": args.max_new_tokens, "max_positions": config.max_position_embeddings}
+    questions = (
+        question
+        for name in choose_data_sets(args.data_dir, args.datasets)[0]
+        for question in read_questions(args.data_dir, name, args.prompts_per_dataset)
+    )
+    return encode_questions(questions, tokenizer, enable_thinking=False, **limits)
+
+
 class Judge:
     """Judges heads on the target's own answers to the evaluation prompts."""
 
-    def __init__(self, args: argparse.Namespace):
-        self._args = args
-        self.target = Target.load(args.base_model_path)
-        tokenizer = load_tokenizer(args.base_model_path)
-        limits = {"max_new_tokens": args.max_new_tokens, "max_positions": self.target.config.max_position_embeddings}
-        samples = [
-            sample
-            for name in args.datasets
-            for sample in encode_questions(
-                read_questions(args.data_dir, name, args.prompts_per_dataset),
-                tokenizer,
-                enable_thinking=False,
-                **limits,
+    def __init__(self, args: argparse.Namespace, samples: Sequence[Sample]):
+        self.target, self._settings = Target.load(args.base_model_path), {}
+        self._texts: dict[float, list[Text]] = {}
+        for temperature in args.temperature:
+            sampling = Sampling(temperature=temperature)
+            self._settings[temperature] = ReplaySettings(sampling=sampling, seed=args.seed)
+            kept = args.work_dir / "texts" / f"t{temperature:g}_{args.max_new_tokens}_seed{args.seed}.json"
+            self._texts[temperature] = target_texts(
+                self.target, samples, sampling, args.max_new_tokens, args.seed, kept
             )
-        ]
-        self._texts = {
-            temperature: target_texts(
-                self.target,
-                samples,
-                Sampling(temperature=temperature),
-                args.max_new_tokens,
-                args.seed,
-                args.work_dir / "texts" / f"t{temperature:g}_{args.max_new_tokens}.json",
-            )
-            for temperature in args.temperature
-        }
         self._passes: dict[tuple, ReplayedTexts] = {}  # of the target over the texts, by anchors and temperature
 
     def results(self, name: str, path: str | Path, stages: Sequence[int]) -> list[dict[str, Any]]:
         """For each n and temperature, verified and accepted drafts by fill and runs, text by text."""
-        wanted = tqdm([(n, temperature) for n in stages for temperature in self._args.temperature], desc=name)
-        counts = self._decoded if is_baseline(name) else self._replayed
+        config_class, replay_class = (PPSDConfig, PPSDReplay) if is_baseline(ARMS[name]) else (HeadConfig, Replay)
+        head = config_class.load_head(path, self.target)
         return [
-            {
-                "num_stages": n,
-                "temperature": temperature,
-                "datasets": [text.dataset for text in self._texts[temperature]],
-                **counts(path, n, temperature),
-            }
-            for n, temperature in wanted
+            self._result(replay_class(head, self.target, self._settings[temperature]), n, temperature)
+            for n, temperature in tqdm([(n, temperature) for n in stages for temperature in self._texts], desc=name)
         ]
 
-    def _replayed(self, path: str | Path, n: int, temperature: float) -> dict[str, list]:
-        """Of an SPD head."""
-        head = load_head(path, self.target)
-        key = head.config.anchors, temperature
+    def _result(self, replay: Replay, n: int, temperature: float) -> dict[str, Any]:
+        config, texts = replay.head.config, self._texts[temperature]
+        key = config.anchors, temperature
         if key not in self._passes:
-            sampling, seed = Sampling(temperature=temperature), self._args.seed
-            self._passes[key] = ReplayedTexts(self.target, self._texts[temperature], sampling, key[0], seed)
-        texts = self._passes[key].counts(head, head.config.split(self.target.num_layers, n))
+            self._passes[key] = ReplayedTexts(self.target, texts, config.anchors)
+        found = self._passes[key].counts(replay, config.split(self.target.num_layers, n))
         return {
-            "verified_by_fill": [counts.verified_by_fill.tolist() for counts in texts],
-            "accepted_by_fill": [counts.accepted_by_fill.tolist() for counts in texts],
-            "runs": [counts.runs for counts in texts],
-        }
-
-    def _decoded(self, path: str | Path, n: int, temperature: float) -> dict[str, list]:
-        """Of a baseline's drafter, by decoding; when sampling, the texts are then others."""
-        config, _ = PPSDConfig.read(path, mapped=True)
-        run = Run(
-            method=METHODS["ppsd"],
-            sampling=Sampling(temperature=temperature),
-            max_new_tokens=self._args.max_new_tokens,
-            seed=self._args.seed,
-            stage_sizes=config.split(self.target.num_layers, n),
-            spec_head_ckpt=str(path),
-            num_spec_layers=config.num_spec_layers,
-        )
-        decoder = build_decoder(self.target, run)
-        results = [decoder.generate(text.prompt_ids, run.max_new_tokens) for text in self._texts[temperature]]
-        return {
-            "verified_by_fill": [result.verified_by_fill for result in results],
-            "accepted_by_fill": [result.accepted_by_fill for result in results],
-            "runs": [(result.cycles - result.n_verified) // (n - 1) for result in results],
+            "num_stages": n,
+            "temperature": temperature,
+            "datasets": [text.dataset for text in texts],
+            "verified_by_fill": [counts.verified_by_fill.tolist() for counts in found],
+            "accepted_by_fill": [counts.accepted_by_fill.tolist() for counts in found],
+            "runs": [counts.runs for counts in found],
         }
 
 
-def judge_all(args: argparse.Namespace, heads: Mapping[str, str | Path]) -> None:
+def judge_all(args: argparse.Namespace, samples: Sequence[Sample], heads: Mapping[str, str | Path]) -> None:
     """Judge every head whose figures are missing or of other weights or prompts."""
     judge = None
+    settings = {name: str(getattr(args, name)) for name in EVALUATION_FLAGS}
     for name, path in heads.items():
-        stages = [int(n) for n in (ARMS[name].stages or args.num_stages).split(",")]
-        settings = {name: str(getattr(args, name)) for name in EVALUATION_FLAGS}
-        identity = {"head": file_sha256(checkpoint_file(path)), "stages": stages, "settings": settings}
+        stages = stages_of(args, ARMS[name])
+        identity = {"head": file_sha256(checkpoint_file(path)), "stages": list(stages), "settings": settings}
         found = read_figures(args, name)
         if found is None or found["identity"] != identity:
-            judge = judge or Judge(args)
+            judge = judge or Judge(args, samples)
             results = judge.results(name, path, stages)
             write_json(figures_file(args, name), {"identity": identity, "results": results})
 
@@ -369,48 +354,25 @@ class Figures:
     """What one arm reached, for one n and temperature."""
 
     def __init__(self, result: Mapping[str, Any]):
-        self.verified = np.array(result["verified_by_fill"], dtype=float)  # [texts, n]
-        self.accepted = np.array(result["accepted_by_fill"], dtype=float)
-        self.runs = np.array(result["runs"], dtype=float)
         self.n = result["num_stages"]
+        self._verified, self._accepted = (np.array(result[f"{name}_by_fill"]) for name in ("verified", "accepted"))
+        self._counts = np.stack([self._verified.sum(1), self._accepted.sum(1), result["runs"]]).astype(float)
         self._picks = bootstrap_picks(result["datasets"])
 
     def alpha(self) -> Estimate:
-        return self._estimate(lambda verified, accepted, runs: alpha(accepted.sum(-1), verified.sum(-1)))
+        return self._pooled(lambda verified, accepted, runs: alpha(accepted, verified))
 
     def accept_length(self) -> Estimate:
-        def length(verified: np.ndarray, accepted: np.ndarray, runs: np.ndarray) -> np.ndarray:
-            tokens = verified.sum(-1)
-            return accept_length(self.n, tokens, tokens + (self.n - 1) * runs)
-
-        return self._estimate(length)
+        return self._pooled(
+            lambda verified, accepted, runs: accept_length(self.n, verified, verified + (self.n - 1) * runs)
+        )
 
     def alpha_by_fill(self) -> str:
-        hits, tries = self.accepted.sum(0), self.verified.sum(0)
+        hits, tries = self._accepted.sum(0), self._verified.sum(0)
         return " ".join(f"{h / t:.2f}".lstrip("0") if t else "–" for h, t in zip(hits, tries, strict=True))
 
-    def _estimate(self, formula: Callable[..., np.ndarray]) -> Estimate:
-        columns = self.verified, self.accepted, self.runs
-        value = float(formula(*(column.sum(0) for column in columns)))
-        return Estimate(value, formula(*(column[self._picks].sum(1) for column in columns)))
-
-
-class Estimate(NamedTuple):
-    """A pooled value, and what it is on each bootstrap resample of the texts, the same ones for every arm."""
-
-    value: float
-    resampled: np.ndarray
-
-    def __str__(self) -> str:
-        low, high = interval(self.resampled)
-        return f"{self.value:.3f} [{low:.3f}, {high:.3f}]"
-
-    def minus(self, other: Estimate) -> Estimate:
-        return Estimate(self.value - other.value, self.resampled - other.resampled)
-
-    def verdict(self) -> str:
-        low, high = interval(self.resampled)
-        return "helps" if low > 0 else "hurts" if high < 0 else "cannot be told"
+    def _pooled(self, formula: Callable[..., Any]) -> Estimate:
+        return pooled(formula, self._counts, self._picks)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -428,7 +390,7 @@ def figures_of(args: argparse.Namespace) -> dict[str, dict[tuple[int, float], Fi
 
 
 def arms_table(args: argparse.Namespace, figures: Mapping[str, Mapping], temperature: float) -> str:
-    stages = [int(n) for n in args.num_stages.split(",")]
+    stages = args.num_stages
     heads = ["arm", "", "tokens", "seconds", *(f"alpha, n = {n}" for n in stages)]
     heads += [f"by fill, n = {stages[-1]}", *(f"L_acc, n = {n}" for n in stages)]
     lines = []
@@ -438,41 +400,41 @@ def arms_table(args: argparse.Namespace, figures: Mapping[str, Mapping], tempera
         trained = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
         tokens = f"{trained['supervised_tokens']:,}" if trained else "–"
         seconds = f"{trained['training_seconds']:,.0f}" if trained else "–"
-        alphas = [str(each.alpha()) if each else "–" for each in found]
+        alphas = [with_interval(each.alpha()) if each else "–" for each in found]
         lengths = [f"{each.accept_length().value:.2f}" if each else "–" for each in found]
         by_fill = found[-1].alpha_by_fill() if found[-1] else "–"
         lines.append([name, ARMS[name].what, tokens, seconds, *alphas, by_fill, *lengths])
     return markdown_table(heads, lines)
 
 
-def claims_table(args: argparse.Namespace, figures: Mapping[str, Mapping]) -> str:
+def with_interval(estimate: Estimate) -> str:
+    bounds = "" if estimate.ci95 is None else " [{:.3f}, {:.3f}]".format(*estimate.ci95)
+    return f"{estimate.value:.3f}{bounds}"
+
+
+def claims_table(figures: Mapping[str, Mapping]) -> str:
     lines = []
     for name, other, what in CLAIMS:
         shared = figures.get(name, {}).keys() & figures.get(other, {}).keys()
         for n, temperature in sorted(shared, key=lambda key: (key[1], key[0])):
             ours, theirs = (figures[arm][n, temperature].alpha() for arm in (name, other))
             difference = ours.minus(theirs)
-            low, high = interval(difference.resampled)
-            cells = [
-                what,
-                f"{name} - {other}",
-                str(n),
-                f"{temperature:g}",
-                f"{difference.value:+.3f} [{low:+.3f}, {high:+.3f}]",
-            ]
-            lines.append([*cells, difference.verdict()])
+            cells = [what, f"{name} - {other}", str(n), f"{temperature:g}", difference.signed(3)]
+            lines.append([*cells, difference.verdict("helps", "hurts")])
     return markdown_table(["what", "arms", "n", "T", "difference of alpha", ""], lines)
 
 
 def report(args: argparse.Namespace, commit: str, commands: Mapping[str, Command]) -> str:
     figures = figures_of(args)
+    if not figures:
+        raise ValueError(f"{str(args.work_dir)!r} has no figures: run without --report_only")
     prompts = f"{args.prompts_per_dataset} prompts of each of {', '.join(args.datasets)}"
     sections = [
         "# Ways of training a head, compared",
         f"Written by `benchmarks/compare_recipes.py` at commit {commit}, {datetime.datetime.now(datetime.UTC).date()}. "
         f"Target {Path(args.base_model_path).name}; {prompts}, at most {args.max_new_tokens} new tokens. All heads are "
         "judged on the same texts, the target's own, by exact replay of decoding: at T = 0 the counts are those of "
-        "decoding, one for one; at T = 1 they have its distribution (PPSD is decoded). In brackets: 95% bootstrap "
+        "decoding, one for one; at T = 1 they have its distribution. In brackets: 95% bootstrap "
         "intervals over prompts, within each set. Seconds are of training, beside other work: they compare roughly.",
     ]
     for temperature in args.temperature:
@@ -480,7 +442,7 @@ def report(args: argparse.Namespace, commit: str, commands: Mapping[str, Command
     sections += [
         "## What helps",
         "Differences are paired: the same prompts, texts and draws for both arms.",
-        claims_table(args, figures),
+        claims_table(figures),
         "## Commands",
         "```\n" + "\n\n".join(str(command) for command in commands.values()) + "\n```",
     ]
@@ -493,16 +455,15 @@ def main(args: argparse.Namespace) -> int:
     check_output_file("--output", args.output)
     check_output_folder("--work_dir", args.work_dir)
     commit = git_commit()
-    write_texts(args)
+    check_stages(args)
     commands = training_commands(args)
-    heads = {name: args.work_dir / name for name in commands}
     if not args.report_only:
-        for name, command in commands.items():
-            if not is_trained(command):
-                print(f"\n{name}: {command}", flush=True)
-                if code := command.module.main(command.arguments):
-                    return code
-        judge_all(args, ({"start": args.start} if "start" in args.arms else {}) | heads)
+        samples = read_samples(args)
+        write_texts(args)
+        if code := run_all(commands.values()):
+            return code
+        start = {"start": args.start} if "start" in args.arms else {}
+        judge_all(args, samples, start | {name: args.work_dir / name for name in commands})
     with atomic_open(args.output) as file:
         file.write(report(args, commit, commands))
     print(f"\n{args.output}")

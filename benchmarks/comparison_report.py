@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from matplotlib.figure import Figure
 from baselines.registry import METHODS
 from benchmarks.published import published_table, rankings_table, read_published
 from decoding.metrics import Costs
-from evaluation.metrics import METRICS, Key, Row, bootstrap_picks, interval
+from evaluation.metrics import METRICS, Estimate, Key, Row, bootstrap_picks, pooled
 from script_utils import markdown_table, save_figure
 
 Summary = Mapping[str, Any]  # of one run, as eval.py writes it
@@ -101,20 +102,18 @@ class Results:
         self.summaries = sorted(summaries, key=lambda run: order[id(run)])
         self.trained, self.rows = trained, rows
 
-    def difference(self, metric: str, run: Summary, other: Summary) -> Cell:
+    def difference(self, metric: str, run: Summary, other: Summary) -> Estimate:
         """How much larger a pooled metric is in one run than in another, on the prompts that both have."""
         ours, theirs = (self.rows[summary["settings"]["label"]] for summary in (run, other))
         shared = [key for key in ours if key in theirs and "error" not in ours[key] and "error" not in theirs[key]]
         picks = bootstrap_picks([dataset for dataset, _ in shared])
-        value, resampled = zip(
-            *(
-                pooled(metric, summary, [rows[key] for key in shared], picks)
-                for summary, rows in ((run, ours), (other, theirs))
-            ),
-            strict=True,
-        )
-        bounds = interval(resampled[0] - resampled[1]) if len(shared) > 1 else None
-        return Cell(value[0] - value[1], *(bounds or (None, None)))
+        (found,) = (each for each in METRICS if each.name == metric)
+
+        def value(summary: Summary, rows: Mapping[Key, Row]) -> Estimate:
+            counts = np.array([[rows[key][name] for key in shared] for name in found.columns], dtype=float)
+            return pooled(partial(found.formula, Costs(**summary["costs"])), counts, picks)
+
+        return value(run, ours).minus(value(other, theirs))
 
     @property
     def temperatures(self) -> list[float]:
@@ -132,15 +131,6 @@ class Results:
         """A method's run with the largest metric; None where it has none."""
         runs = [run for run in self.runs(temperature, method) if Cell.of(run, metric).value is not None]
         return max(runs, key=lambda run: Cell.of(run, metric).value, default=None)
-
-
-def pooled(metric: str, summary: Summary, rows: Sequence[Row], picks: np.ndarray) -> tuple[float, np.ndarray]:
-    """A metric of the summed counts of some rows [N], and of each resample of them, picks [R, N]: a value and [R]."""
-    (found,) = (each for each in METRICS if each.name == metric)
-    counts = np.array([[row[name] for row in rows] for name in found.columns], dtype=float)  # [columns, N]
-    costs = Costs(**summary["costs"])
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return float(found.formula(costs, *counts.sum(axis=1))), found.formula(costs, *counts[:, picks].sum(axis=2))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -182,17 +172,9 @@ class Claim(NamedTuple):
             f"{temperature:g}",
             f"{short_name(self.run)}: {ours.value:.2f}",
             f"{short_name(self.other)}: {theirs.value:.2f}",
-            f"{difference.value:+.2f}"
-            + ("" if difference.low is None else f" [{difference.low:+.2f}, {difference.high:+.2f}]"),
-            verdict(difference),
+            difference.signed(2),
+            difference.verdict("holds", "does not hold"),
         ]
-
-
-def verdict(difference: Cell) -> str:
-    """Whether the first is larger, as far as the paired interval tells."""
-    if difference.low is None or difference.high is None:
-        return "no interval"
-    return "holds" if difference.low > 0 else "does not hold" if difference.high < 0 else "cannot be told"
 
 
 def claims(results: Results, temperature: float) -> Iterator[Claim]:

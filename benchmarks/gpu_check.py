@@ -35,10 +35,10 @@ from transformers import PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from decoding.result import GenerationResult
+from decoding.result import GenerationResult, shared_length
 from loading.flags import add_device_flag, resolve_device
 from loading.tokenizer import encode_prompt, load_tokenizer
-from pipeline_inference import Decoder, LocalExecutor, SPDDrafter, logit_gap, shared_length
+from pipeline_inference import Decoder, LocalExecutor, SPDDrafter, logit_gap
 from pipeline_model import Target, load_head, save_head
 from script_utils import Parser, check_output_file, first_line, git_commit, quiet_libraries, run_script, write_json
 from tests.tiny import FAMILIES, WINDOWED, random_prompt, save_target, spd_decoder, tiny_head, tiny_model

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from decoding.result import GenerationResult, TokenEvent
+from decoding.result import GenerationResult, TokenEvent, shared_length
 from loading.tokenizer import encode_turns
 
 HELP = "[chat] /reset begins anew, /quit or Ctrl-D leaves, Ctrl-C stops an answer"
@@ -48,7 +48,7 @@ class Conversation:
             del kept[:2]  # a question with its answer
         dropped = len(self.turns) + 1 - len(kept)
         self.turns = kept[:-1]
-        return Prompt(ids, _shared_length(ids, self._encode(kept, asked=False)), dropped)
+        return Prompt(ids, shared_length(ids, self._encode(kept, asked=False)), dropped)
 
     def add(self, question: str, answer: str) -> None:
         self.turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
@@ -58,11 +58,6 @@ class Conversation:
 
     def _encode(self, turns: Sequence[dict[str, str]], *, asked: bool = True) -> list[int]:
         return encode_turns(self._tokenizer, turns, asked=asked, enable_thinking=self._enable_thinking)
-
-
-def _shared_length(first: Sequence[int], second: Sequence[int]) -> int:
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((index for index, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 class Answer(Protocol):

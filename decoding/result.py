@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -103,3 +104,9 @@ class GenerationResult:
     def ideal_tokens_per_second(self) -> float | None:
         """Decode speed that the run's own timers give with a device per stage and one for the head; None likewise."""
         return self.new_tokens / self.timings.ideal_decode if self.timings.ideal_decode and self.cycles else None
+
+
+def shared_length(first: Sequence, second: Sequence) -> int:
+    """How many items two sequences have in common from the start on."""
+    pairs = zip(first, second, strict=False)
+    return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))

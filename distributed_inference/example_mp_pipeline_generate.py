@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from decoding.chat import Chat, Conversation
 from decoding.metrics import accept_length
-from decoding.result import GenerationResult, TokenEvent
+from decoding.result import GenerationResult, TokenEvent, shared_length
 from decoding.sampling import Sampling
 from decoding.text import TextStream, paint
 from distributed_inference.cycle_profile import Cycle, cycles, write_reports
@@ -41,7 +41,6 @@ from pipeline_inference import (
     page_facts,
     page_title,
     result_line,
-    shared_length,
 )
 from script_utils import check_output_file
 from timeline import stage_row, time_table

@@ -15,15 +15,15 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from decoding.metrics import Costs, accept_length, alpha, closed_form, theoretical_speedup
-from decoding.result import GenerationResult
+from decoding.result import GenerationResult, shared_length
 from evaluation.prompts import OFFICIAL_SETS, Sample
-from pipeline_inference import shared_length
 from script_utils import first_line, markdown_table
 from timeline import Timings, time_table
 
@@ -271,6 +271,41 @@ def bootstrap_picks(datasets: Sequence[str]) -> np.ndarray:
     return np.concatenate(parts, axis=1) if parts else np.zeros((RESAMPLES, 0), dtype=int)
 
 
+class Estimate(NamedTuple):
+    """A metric of summed counts, and the same of each bootstrap resample of the prompts."""
+
+    value: float
+    resampled: np.ndarray  # [R]; empty where there are too few prompts to tell
+
+    @property
+    def ci95(self) -> list[float] | None:
+        return interval(self.resampled)
+
+    def minus(self, other: Estimate) -> Estimate:
+        """The difference from an estimate on the same prompts and resamples."""
+        return Estimate(self.value - other.value, self.resampled - other.resampled)
+
+    def verdict(self, larger: str, smaller: str) -> str:
+        """What a difference comes to: one of the words, where its interval leaves out 0."""
+        if self.ci95 is None:
+            return "no interval"
+        low, high = self.ci95
+        return larger if low > 0 else smaller if high < 0 else "cannot be told"
+
+    def signed(self, digits: int) -> str:
+        """A difference for a table: "+0.15 [-0.02, +0.31]"."""
+        bounds = "" if self.ci95 is None else " [{:+.{d}f}, {:+.{d}f}]".format(*self.ci95, d=digits)
+        return f"{self.value:+.{digits}f}{bounds}"
+
+
+def pooled(formula: Callable[..., Any], counts: np.ndarray, picks: np.ndarray) -> Estimate:
+    """A formula of counts [columns, N], summed over all prompts, and over the picks [R, N] of each resample."""
+    enough = counts.shape[1] > 1
+    with np.errstate(divide="ignore", invalid="ignore"):
+        value, resampled = formula(*counts.sum(axis=1)), formula(*counts[:, picks].sum(axis=2))
+    return Estimate(value, resampled if enough else np.array([]))
+
+
 def estimate(metric: Metric, rows: Sequence[Row], costs: Costs, picks: np.ndarray) -> dict[str, Any]:
     """A metric over rows: pooled and mean, each with its 95% interval; None where no row has the counts.
 
@@ -283,19 +318,15 @@ def estimate(metric: Metric, rows: Sequence[Row], costs: Costs, picks: np.ndarra
         values = metric.formula(costs, *counts)
         defined = np.isfinite(values)
         values = np.where(defined, values, 0.0)
-        points = {
-            "pooled": metric.formula(costs, *counts.sum(axis=1)),
-            "mean": values.sum() / np.float64(defined.sum()),
-        }
-        resampled = {
-            "pooled": metric.formula(costs, *counts[:, picks].sum(axis=2)),
-            "mean": values[picks].sum(axis=1) / defined[picks].sum(axis=1),
-        }
+        mean = Estimate(
+            values.sum() / np.float64(defined.sum()), values[picks].sum(axis=1) / defined[picks].sum(axis=1)
+        )
+    estimates = {"pooled": pooled(partial(metric.formula, costs), counts, picks), "mean": mean}
     enough = {"pooled": usable.sum() > 1, "mean": defined.sum() > 1}
     result: dict[str, Any] = {}
-    for kind, point in points.items():
-        result[f"{metric.name}_{kind}"] = _number(point)
-        result[f"{metric.name}_{kind}_ci95"] = interval(resampled[kind]) if enough[kind] else None
+    for kind, found in estimates.items():
+        result[f"{metric.name}_{kind}"] = _number(found.value)
+        result[f"{metric.name}_{kind}_ci95"] = found.ci95 if enough[kind] else None
     return result
 
 

@@ -3,12 +3,14 @@
 import json
 import re
 
+import numpy as np
 import pytest
 
 from baselines import train_baseline
 from benchmarks import compare_methods
-from benchmarks.comparison_report import Cell, Results, claims, results_table, short_name, verdict
+from benchmarks.comparison_report import Results, claims, results_table, short_name
 from benchmarks.published import RANKINGS, published_table, rankings_table, read_published, support
+from evaluation.metrics import Estimate
 from pipeline_model import Target
 from tests.test_train import make_tokenizer, write_language
 from tests.tiny import VOCAB, tiny_model
@@ -172,7 +174,7 @@ def test_claims_are_judged_by_paired_differences():
     assert deeper[3:] == ["+0.20 [+0.20, +0.20]", "holds"]
     assert ("a draft tree is faster than a chain, in theory", best) in found
     assert not any("prompt lookup" in text for text, _ in found)  # was not run
-    assert verdict(Cell(2.0)) == "no interval"
+    assert Estimate(2.0, np.array([])).verdict("holds", "does not hold") == "no interval"
     assert not list(claims(results(), 1.0))
 
 

@@ -181,6 +181,17 @@ class Terminal:
         self._process.join(seconds)
         return self._process.exitcode
 
+    def code_after_ctrl_c(self, seconds=60):
+        """The exit code once Ctrl-C has ended the program, pressed once a second as a user would.
+
+        Python overlooks one that comes after input() has printed its prompt and before it waits for a key.
+        """
+        for _ in range(seconds):
+            self.type("\x03")
+            if (code := self.code(1)) is not None:
+                return code
+        return None
+
 
 def at_terminal(name, body, args):
     """In a process of its own: the terminal is standard input and output, and Ctrl-C comes from it."""
@@ -219,8 +230,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_chat(files):
     kept = int(re.search(r", (\d+) tokens of the prompt were in memory", statistics)[1])
     assert kept in (5 + count - 1, 5 + count)
     terminal.wait_for("> ")
-    terminal.type("\x03")  # at the prompt: leave
-    assert terminal.code() == 0
+    assert terminal.code_after_ctrl_c() == 0  # at the prompt: leave
 
 
 def test_the_end_of_the_input_leaves(files):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.utils.rnn import pad_sequence
 
 from decoding.compiled import allow_shapes
 from pipeline_model import SpeculationHead, Target, grouped_attention
@@ -162,6 +163,19 @@ def draft_rows(
             rows = rows[selected][None]
         rows = layer.finish(rows, attended, gate)
     return rows[0]
+
+
+def pad_texts(
+    texts: Sequence[Sequence[int]], prompt_lengths: Sequence[int], device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Ids, labels (what stands after the prompts, -100 elsewhere) and attention mask, right-padded, each [B, S]."""
+    ids = [torch.tensor(text) for text in texts]
+    labels = [torch.cat([torch.full((n,), -100), row[n:]]) for row, n in zip(ids, prompt_lengths, strict=True)]
+    return (
+        pad_sequence(ids, batch_first=True).to(device),
+        pad_sequence(labels, batch_first=True, padding_value=-100).to(device),
+        pad_sequence([torch.ones_like(row) for row in ids], batch_first=True).to(device),
+    )
 
 
 @torch.no_grad()

@@ -119,12 +119,21 @@ class Replay:
             return trace, 0
         changed = 0
         for _ in range(settings.repeats if repeats is None else repeats):
-            before = trace.fills
-            with torch.no_grad():
-                outputs = self.outputs(teacher, stage_sizes, trace)
-            trace = trace.with_flags(self._flags(teacher, trace, outputs))
-            changed = int((trace.fills != before).sum())
+            trace, changed = self._repeated(teacher, stage_sizes, trace)
         return trace, changed
+
+    def exact(self, teacher: Mapping[str, Tensor], stage_sizes: Sequence[int]) -> Trace:
+        """The trace of decoding itself, without a guess to begin with: repeated until no fill changes any more."""
+        trace, changed = Trace.of(teacher["labels"].cpu().numpy(), len(stage_sizes)), True
+        while changed:
+            trace, changed = self._repeated(teacher, stage_sizes, trace)
+        return trace
+
+    @torch.no_grad()
+    def _repeated(self, teacher: Mapping[str, Tensor], stage_sizes: Sequence[int], trace: Trace) -> tuple[Trace, int]:
+        """The trace whose flags the head has at the fills of this one, and how many events' fill that changes."""
+        renewed = trace.with_flags(self._flags(teacher, trace, self.outputs(teacher, stage_sizes, trace)))
+        return renewed, int((renewed.fills != trace.fills).sum())
 
     def temperatures(self, teacher: Mapping[str, Tensor], trace: Trace) -> np.ndarray:
         """At which each event's text was written, [E]; that of the settings where it is not known."""

@@ -72,6 +72,7 @@ def build_parser() -> Parser:
     training.add_argument("--optimizer", default="muon", choices=["adamw", "muon"], help="as in train.py")
     training.add_argument("--lr", type=POSITIVE, default=1e-3, help="peak learning rate")
     training.add_argument("--warmup_steps", type=NATURAL, default=50, help="of linear warm-up")
+    training.add_argument("--mixed_precision", default="auto", help="as in train.py")
     training.add_argument("--save_interval", type=COUNT, default=100, help="steps between checkpoints")
     training.add_argument(
         "--feature_cache", type=Path, help="folder for the target's hidden states: one pass of the target for all"
@@ -104,6 +105,7 @@ def training_commands(args: argparse.Namespace) -> dict[str, Command]:
         "optimizer": args.optimizer,
         "weight_decay": 0.01,
         "warmup_steps": args.warmup_steps,
+        "mixed_precision": args.mixed_precision,
         "save_interval": args.save_interval,
         "seed": args.seed,
         "draft_vocab_json": args.draft_vocab_json,

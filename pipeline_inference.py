@@ -57,7 +57,7 @@ from loading.target_config import LINEAR, default_target_path, load_target_confi
 from loading.target_files import check_attention_kernels, check_compiled
 from loading.tokenizer import encode_prompt, load_tokenizer, print_unused_settings, token_ids
 from pipeline_model import HeadCache, SpeculationHead, Target, read_checkpoint, read_head
-from script_utils import Parser, Switch, check_output_file, quiet_libraries, run_script
+from script_utils import Parser, Switch, check_output_file, prompt_bar, quiet_libraries, run_script
 from timeline import DRAFT, VERIFY, WAIT, Span, Timeline, stage_index, stage_row, time_table, write_trace
 from viewer.page import Setting, run_of, write_page
 from viewer.recording import Recorder, Recording, RowsSeen
@@ -220,13 +220,16 @@ class LocalExecutor:
             self._logits = compiled_logits(self.target)
         tokens = torch.tensor(prompt, device=self.device)
         features = []
-        for chunk in plan.kept.chunks(len(prompt), self.PREFILL_CHUNK):
-            hidden = self.target.embed(tokens[chunk.start : chunk.stop])
-            captured = {0: hidden}
-            for stage in self.stages:
-                hidden, anchors = stage.prefill(hidden, chunk.start)
-                captured |= anchors
-            features.append(torch.stack([captured[b] for b in self.anchors], dim=1))
+        chunks = list(plan.kept.chunks(len(prompt), self.PREFILL_CHUNK))
+        with prompt_bar(sum(map(len, chunks))) as bar:
+            for chunk in chunks:
+                hidden = self.target.embed(tokens[chunk.start : chunk.stop])
+                captured = {0: hidden}
+                for stage in self.stages:
+                    hidden, anchors = stage.prefill(hidden, chunk.start)
+                    captured |= anchors
+                    bar.update(len(chunk) / len(self.stages))
+                features.append(torch.stack([captured[b] for b in self.anchors], dim=1))
         return PromptOutput(self._logits(hidden[-1]), torch.cat(features))
 
     def begin_cycle(self, position: int, entering: Sequence[Node]) -> Tensor | None:

@@ -29,8 +29,10 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from huggingface_hub.utils import logging as hub_logging
+from tqdm import tqdm
 from transformers.utils import logging
 
+PATIENCE = 3.0  # seconds before a bar is shown for work that is short most of the time
 RECORDED_PACKAGES = ("torch", "transformers", "accelerate", "datasets", "numpy")
 # What a disk can answer to a write, and a user can mend.
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG, errno.ENAMETOOLONG, errno.ELOOP}
@@ -215,6 +217,13 @@ def no_loading_bar(hidden: bool = True) -> Iterator[None]:
         yield
     finally:
         logging.set_tqdm_hook(before)
+
+
+def prompt_bar(tokens: int) -> tqdm:
+    """A bar for a long prompt's way through the target, on a terminal; `update` takes tokens, also parts of them."""
+    form = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
+    settings = {"delay": PATIENCE, "leave": False, "disable": None, "bar_format": form}
+    return tqdm(total=tokens, desc=f"prompt of {tokens:,} tokens", **settings)
 
 
 def first_line(error: Exception, most: int = 200) -> str:

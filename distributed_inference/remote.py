@@ -26,6 +26,7 @@ from distributed_inference.stages import PREFILL_CHUNK, SPAN_FIELDS, Setup, repo
 from loading.target_config import LINEAR
 from pipeline_inference import Captured, Completed, Logits, PromptOutput
 from pipeline_model import Target
+from script_utils import prompt_bar
 from timeline import WAIT, Timeline, stage_row
 
 
@@ -140,13 +141,17 @@ class RemoteExecutor:
         tokens = torch.tensor(prompt, device=self.device)
         chunks = plan.kept.chunks(len(prompt), PREFILL_CHUNK)
         sent = [(chunk, self._send_chunk(tokens, chunk)) for chunk in chunks]
-        features = torch.cat([self._receive_anchors(len(chunk), captured) for chunk, captured in sent])
+        features = []
+        with prompt_bar(sum(len(chunk) for chunk, _ in sent)) as bar:
+            for chunk, captured in sent:
+                features.append(self._receive_anchors(len(chunk), captured))
+                bar.update(len(chunk))
         last_token = _Flight(0, (root,), torch.tensor([root], device=self.device))
         output = _Arrival(self._last, last_token)
         self._receive(output, captured=())
         logits = output.logits.row(0)
         self._pipeline.outbox.flush()
-        return PromptOutput(logits, features)
+        return PromptOutput(logits, torch.cat(features))
 
     def _send_chunk(self, tokens: Tensor, chunk: range) -> dict[int, Tensor]:
         """Send a chunk of the prompt on its way. Returns the anchors that this rank has, {b: h_b [q, H]}."""

@@ -13,9 +13,10 @@ import datasets
 import pytest
 from transformers.utils import logging
 
+from pipeline_inference import LocalExecutor
 from pipeline_model import Target
 from script_utils import no_loading_bar, quiet_libraries
-from tests.tiny import save_target
+from tests.tiny import random_prompt, save_target, spd_decoder, tiny_head, tiny_target
 from training.sources import Counters, find_sources, read_all, read_conversations
 
 BAR = r"{}: +100%\|[^\r]*\[\d\d:\d\d<\d\d:\d\d"  # a finished bar, with the time that is left
@@ -71,6 +72,22 @@ def test_a_process_whose_sisters_show_the_loading_is_silent(target):
         with no_loading_bar(hidden=False):
             Target.load(target)
         assert "Loading" in terminal.text()
+
+
+def test_a_long_prompt_shows_its_way_through_the_stages(monkeypatch):
+    """Guards against a silent minute before the first token, a bar over the text, and one for a prompt of no time."""
+    monkeypatch.setattr(LocalExecutor, "PREFILL_CHUNK", 8)
+    target = tiny_target("llama")
+    decoder = spd_decoder(target, tiny_head(target, (2, 2)))
+    with Terminal() as terminal:
+        decoder.generate(random_prompt(20), 3)
+        assert "prompt" not in terminal.text()
+        monkeypatch.setattr("script_utils.PATIENCE", 0.0)
+        monkeypatch.setattr("tqdm.std.tqdm.monitor_interval", 0)
+        decoder.generate(random_prompt(20), 3)
+        text = terminal.text()
+    assert re.search(r"prompt of 20 tokens: +0%\|", text)
+    assert text.rstrip("END").endswith("\r")  # the bar is gone before the answer
 
 
 def test_a_pipe_gets_no_loading_bar(target, capfd, monkeypatch):

@@ -41,7 +41,7 @@ from pipeline_model import (
     grouped_attention,
     new_spec_layers,
 )
-from training.loss import LOSS_CHUNK, LossTerms, TrainingLoss, rows_loss, teacher_argmax
+from training.loss import LOSS_CHUNK, LossTerms, TrainingLoss, first_best, rows_loss, teacher_argmax
 from training.replay import packed_attention
 
 NUM_TAPS, NUM_LAYERS, BLOCK_SIZE, NUM_ANCHORS = 5, 2, 8, 64  # defaults of C, D, B, A
@@ -404,7 +404,7 @@ def accepted_slots(
     slots = SlotRows.of(blocks, np.nonzero(counted), labels.device)
     outputs = packed_blocks(head, target, features, blocks, size)
     draft, rows = head.norm(outputs[slots.blocks, slots.places]), head.output_rows(target)
-    best = [linear(part, rows.to(part.dtype)).argmax(dim=-1) for part in draft.split(LOSS_CHUNK)]
+    best = [first_best(linear(part, rows.to(part.dtype))) for part in draft.split(LOSS_CHUNK)]
     ids = head.draft_token_ids
     drafted = torch.cat(best) if ids is None else ids[torch.cat(best)]
     agrees = torch.zeros(counted.shape, dtype=torch.bool, device=draft.device)

@@ -31,6 +31,7 @@ from pipeline_model import (
     window_mask,
 )
 from training.gemm_bound import gemm_rate, operations_per_token
+from training.loss import first_best
 
 MEASURE_EVERY = 5.0  # seconds of writing between two measurements of the machine's rate
 PAD = 0  # any id of the target's will do, as padding is masked: a tokenizer's own may be missing
@@ -189,7 +190,7 @@ def generate_batch(
     batch, rows = Batch(target, prompts, max_new_tokens), list(range(len(prompts)))  # the prompt of each row
     logits = batch.prefill()
     for count in range(1, max_new_tokens + 1):
-        tokens = logits.argmax(dim=-1)
+        tokens = first_best(logits)
         if draws is not None:
             tokens = draw_rows(sampling.probabilities(logits), draws[rows, count - 1])
         new = tokens.tolist()

@@ -22,7 +22,7 @@ from torch import Tensor
 from decoding.sampling import Sampling
 from pipeline_model import SpeculationHead, Target
 from training.batch_generation import Batch, draw_rows
-from training.loss import LossTerms, TrainingLoss, distillation_loss
+from training.loss import LossTerms, TrainingLoss, distillation_loss, first_best
 from training.replay import Trace, packed_rows
 
 BRANCH_DECAY = 0.8  # of the weights of a branch's drafts, from one to the next
@@ -152,7 +152,7 @@ def draft_tokens(
         mine, sampling = torch.from_numpy(temperatures == temperature).to(outputs.device), Sampling(float(temperature))
         logits = head.lm_head(target.norm(outputs[mine]))
         if sampling.greedy:
-            best = logits.argmax(dim=-1)
+            best = first_best(logits)
         else:
             q = sampling.probabilities(logits)
             if hidden is not None:

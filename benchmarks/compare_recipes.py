@@ -52,6 +52,7 @@ from script_utils import (
     write_json,
 )
 from training.replay_loss import Replay, ReplaySettings
+from training.run_state import LOG_NAME, read_log
 
 SAMPLED_SHARE = 3, 10  # of the mixed text: three prompts of ten have their sampled answer, the others the greedy one
 BOTH = "identity+late_layers"
@@ -407,6 +408,19 @@ def arms_table(args: argparse.Namespace, figures: Mapping[str, Mapping], tempera
     return markdown_table(heads, lines)
 
 
+def agreement_table(args: argparse.Namespace) -> str:
+    """How often drafts of heads from nothing are the target's argmax, on held-out answers, with F tokens in flight."""
+    n, lines = args.num_stages[-1], []
+    for name, arm in ARMS.items():
+        log = read_log(args.work_dir / name / LOG_NAME) if arm.fresh and arm.stages is None else []
+        figures = next((line["validation"] for line in reversed(log) if "validation" in line), [])
+        by_fill = {figure["fill"]: figure["agreement"] for figure in figures if figure["num_stages"] == n}
+        if by_fill:
+            lines.append([name, arm.what, *(f"{by_fill[fill]:.3f}" for fill in (1, 2, n))])
+    heads = ["arm", "", "agreement, F = 1", "F = 2", f"F = {n}, held out"]
+    return markdown_table(heads, lines) if lines else ""
+
+
 def with_interval(estimate: Estimate) -> str:
     bounds = "" if estimate.ci95 is None else " [{:.3f}, {:.3f}]".format(*estimate.ci95)
     return f"{estimate.value:.3f}{bounds}"
@@ -428,6 +442,7 @@ def report(args: argparse.Namespace, commit: str, commands: Mapping[str, Command
     figures = figures_of(args)
     if not figures:
         raise ValueError(f"{str(args.work_dir)!r} has no figures: run without --report_only")
+    starts = agreement_table(args)
     prompts = f"{args.prompts_per_dataset} prompts of each of {', '.join(args.datasets)}"
     sections = [
         "# Ways of training a head, compared",
@@ -443,6 +458,7 @@ def report(args: argparse.Namespace, commit: str, commands: Mapping[str, Command
         "## What helps",
         "Differences are paired: the same prompts, texts and draws for both arms.",
         claims_table(figures),
+        *([f"## Starts\n\nHeads from nothing, n = {args.num_stages[-1]}.", starts] if starts else []),
         "## Commands",
         "```\n" + "\n\n".join(str(command) for command in commands.values()) + "\n```",
     ]

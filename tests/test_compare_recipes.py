@@ -17,6 +17,7 @@ from pipeline_model import save_head
 from tests.test_train import make_tokenizer, write_language
 from tests.tiny import VOCAB, random_prompt, spd_decoder, tiny_head, tiny_model, tiny_target
 from training.replay_loss import Replay, ReplaySettings
+from training.run_state import read_log
 
 
 def samples(count):
@@ -103,7 +104,7 @@ def run(files, work, *more):
 
 def test_one_command_makes_the_table_and_goes_on(files, tmp_path, monkeypatch):
     """Guards the evidence: arms trained on equal text, judged, compared; nothing is done twice."""
-    arms = ["--arms", "start", "S1", "P2", "N-PPSD"]
+    arms = ["--arms", "start", "S1", "P2", "N-PPSD", "I-both"]
     assert run(files, tmp_path, *arms) == 0
     text = (tmp_path / "REPORT.md").read_text()
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith(("| S1 ", "| P2 "))]
@@ -111,7 +112,11 @@ def test_one_command_makes_the_table_and_goes_on(files, tmp_path, monkeypatch):
     staircase, replay = (int(row[2]) for row in rows[:2])
     assert staircase == replay + 4  # the first token of each of the four answers is the prefill's, and no draft
     assert "P2 - S1" in text
-    assert text.count("python train.py") == 2
+    assert text.count("python train.py") == 3
+    validation = read_log(tmp_path / "I-both" / "log.jsonl")[-1]["validation"]
+    cells = [f"{figure['agreement']:.3f}" for figure in validation if figure["fill"] in (1, 2, 3)]
+    starts = text[text.index("## Starts") :].split("\n\n")[2].splitlines()
+    assert starts[2:] == [f"| I-both | both | {' | '.join(cells)} |"]
     monkeypatch.setattr("train.main", lambda args: pytest.fail("trained again"))
     monkeypatch.setattr(compare_recipes, "Judge", lambda *_: pytest.fail("judged again"))
     assert run(files, tmp_path, *arms) == 0

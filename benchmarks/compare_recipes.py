@@ -51,6 +51,7 @@ from script_utils import (
     run_script,
     write_json,
 )
+from training.flags import TARGET_DTYPES
 from training.replay_loss import Replay, ReplaySettings
 from training.run_state import LOG_NAME, read_log
 
@@ -140,7 +141,8 @@ def build_parser() -> Parser:
     training.add_argument("--max_length", type=COUNT, default=320, help="tokens of an example at most")
     training.add_argument("--lr", type=POSITIVE, default=2e-3, help="Muon's peak; twice as much from nothing")
     training.add_argument("--lr_adamw", type=POSITIVE, default=5e-4, help="AdamW's peak; likewise")
-    training.add_argument("--mixed_precision", default="auto", help="as in train.py")
+    precisions = ["auto", *TARGET_DTYPES]
+    training.add_argument("--mixed_precision", default="auto", choices=precisions, help="as in train.py")
     prompts = parser.add_argument_group("evaluation, the same for all")
     prompts.add_argument("--data_dir", type=Path, default=Path("eval_data"), help="folder of data sets")
     prompts.add_argument("--datasets", nargs="+", default=["mt_bench", "gsm8k", "humaneval"], help="folders there")

@@ -458,8 +458,8 @@ def report(args: argparse.Namespace, commit: str, commands: Mapping[str, Command
         sections += [f"## Temperature {temperature:g}", arms_table(args, figures, temperature)]
     sections += [
         "## What helps",
-        "Differences are paired: the same prompts, texts and draws for both arms. Of twenty intervals, one misses the true "
-        "difference by chance: a verdict that stands alone among an arm's settings may be such a one.",
+        "Differences are paired: the same prompts, texts and draws for both arms. Of twenty intervals, one misses the "
+        "true difference by chance: a verdict that stands alone among an arm's settings may be such a one.",
         claims_table(figures),
         *([f"## Starts\n\nHeads from nothing, n = {args.num_stages[-1]}.", starts] if starts else []),
         "## Commands",

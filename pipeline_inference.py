@@ -221,7 +221,7 @@ class LocalExecutor:
         tokens = torch.tensor(prompt, device=self.device)
         features = []
         chunks = list(plan.kept.chunks(len(prompt), self.PREFILL_CHUNK))
-        with prompt_bar(sum(map(len, chunks))) as bar:
+        with prompt_bar(chunks) as bar:
             for chunk in chunks:
                 hidden = self.target.embed(tokens[chunk.start : chunk.stop])
                 captured = {0: hidden}

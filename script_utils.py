@@ -219,8 +219,9 @@ def no_loading_bar(hidden: bool = True) -> Iterator[None]:
         logging.set_tqdm_hook(before)
 
 
-def prompt_bar(tokens: int) -> tqdm:
+def prompt_bar(chunks: Iterable[range]) -> tqdm:
     """A bar for a long prompt's way through the target, on a terminal; `update` takes tokens, also parts of them."""
+    tokens = sum(map(len, chunks))
     form = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
     settings = {"delay": PATIENCE, "leave": False, "disable": None, "bar_format": form}
     return tqdm(total=tokens, desc=f"prompt of {tokens:,} tokens", **settings)

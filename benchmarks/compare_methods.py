@@ -35,7 +35,7 @@ from script_utils import (
     quiet_libraries,
     run_script,
 )
-from training.flags import TARGET_DTYPES
+from training.flags import PRECISIONS
 
 
 def build_parser() -> Parser:
@@ -73,8 +73,7 @@ def build_parser() -> Parser:
     training.add_argument("--optimizer", default="muon", choices=["adamw", "muon"], help="as in train.py")
     training.add_argument("--lr", type=POSITIVE, default=1e-3, help="peak learning rate")
     training.add_argument("--warmup_steps", type=NATURAL, default=50, help="of linear warm-up")
-    precisions = ["auto", *TARGET_DTYPES]
-    training.add_argument("--mixed_precision", default="auto", choices=precisions, help="as in train.py")
+    training.add_argument("--mixed_precision", default="auto", choices=PRECISIONS, help="as in train.py")
     training.add_argument("--save_interval", type=COUNT, default=100, help="steps between checkpoints")
     training.add_argument(
         "--feature_cache", type=Path, help="folder for the target's hidden states: one pass of the target for all"

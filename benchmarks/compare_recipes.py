@@ -51,7 +51,7 @@ from script_utils import (
     run_script,
     write_json,
 )
-from training.flags import TARGET_DTYPES
+from training.flags import PRECISIONS
 from training.replay_loss import Replay, ReplaySettings
 from training.run_state import LOG_NAME, read_log
 
@@ -141,8 +141,7 @@ def build_parser() -> Parser:
     training.add_argument("--max_length", type=COUNT, default=320, help="tokens of an example at most")
     training.add_argument("--lr", type=POSITIVE, default=2e-3, help="Muon's peak; twice as much from nothing")
     training.add_argument("--lr_adamw", type=POSITIVE, default=5e-4, help="AdamW's peak; likewise")
-    precisions = ["auto", *TARGET_DTYPES]
-    training.add_argument("--mixed_precision", default="auto", choices=precisions, help="as in train.py")
+    training.add_argument("--mixed_precision", default="auto", choices=PRECISIONS, help="as in train.py")
     prompts = parser.add_argument_group("evaluation, the same for all")
     prompts.add_argument("--data_dir", type=Path, default=Path("eval_data"), help="folder of data sets")
     prompts.add_argument("--datasets", nargs="+", default=["mt_bench", "gsm8k", "humaneval"], help="folders there")
@@ -254,16 +253,15 @@ def training_command(args: argparse.Namespace, name: str, start: HeadConfig) -> 
     return Command(*script, [*arm.flags.split(), *as_flags(settings)])
 
 
-def check_stages(args: argparse.Namespace) -> None:
+def check_stages(args: argparse.Namespace, start: HeadConfig) -> None:
     """ValueError for an n that the head to start from was not trained for."""
-    start, _ = read_checkpoint(args.start, mapped=True)
+    layers = load_target_config(args.base_model_path).num_hidden_layers
     for n in args.num_stages:
-        start.split(load_target_config(args.base_model_path).num_hidden_layers, n)
+        start.split(layers, n)
 
 
-def training_commands(args: argparse.Namespace) -> dict[str, Command]:
+def training_commands(args: argparse.Namespace, start: HeadConfig) -> dict[str, Command]:
     """The commands of all arms; one pass of the target over each text serves every arm."""
-    start, _ = read_checkpoint(args.start, mapped=True)
     commands = {name: training_command(args, name, start) for name in ARMS if name != "start"}
     readers = [commands[name] for name in ("S0", "N-S0", "N-PPSD")]  # of other layers each; all else reads as these
     layers = ",".join(map(str, layers_read(readers, args.base_model_path)))
@@ -403,7 +401,7 @@ def arms_table(args: argparse.Namespace, figures: Mapping[str, Mapping], tempera
         trained = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
         tokens = f"{trained['supervised_tokens']:,}" if trained else "–"
         seconds = f"{trained['training_seconds']:,.0f}" if trained else "–"
-        alphas = [with_interval(each.alpha()) if each else "–" for each in found]
+        alphas = [f"{each.alpha():.3f}" if each else "–" for each in found]
         lengths = [f"{each.accept_length().value:.2f}" if each else "–" for each in found]
         by_fill = found[-1].alpha_by_fill() if found[-1] else "–"
         lines.append([name, ARMS[name].what, tokens, seconds, *alphas, by_fill, *lengths])
@@ -413,19 +411,15 @@ def arms_table(args: argparse.Namespace, figures: Mapping[str, Mapping], tempera
 def agreement_table(args: argparse.Namespace) -> str:
     """How often drafts of heads from nothing are the target's argmax, on held-out answers, with F tokens in flight."""
     n, lines = args.num_stages[-1], []
+    fills = sorted({1, min(2, n), n})
     for name, arm in ARMS.items():
         log = read_log(args.work_dir / name / LOG_NAME) if arm.fresh and arm.stages is None else []
         figures = next((line["validation"] for line in reversed(log) if "validation" in line), [])
         by_fill = {figure["fill"]: figure["agreement"] for figure in figures if figure["num_stages"] == n}
         if by_fill:
-            lines.append([name, arm.what, *(f"{by_fill[fill]:.3f}" for fill in (1, 2, n))])
-    heads = ["arm", "", "agreement, F = 1", "F = 2", f"F = {n}, held out"]
+            lines.append([name, arm.what, *(f"{by_fill[fill]:.3f}" for fill in fills)])
+    heads = ["arm", "", *(f"agreement held out, F = {fill}" for fill in fills)]
     return markdown_table(heads, lines) if lines else ""
-
-
-def with_interval(estimate: Estimate) -> str:
-    bounds = "" if estimate.ci95 is None else " [{:.3f}, {:.3f}]".format(*estimate.ci95)
-    return f"{estimate.value:.3f}{bounds}"
 
 
 def claims_table(figures: Mapping[str, Mapping]) -> str:
@@ -435,7 +429,7 @@ def claims_table(figures: Mapping[str, Mapping]) -> str:
         for n, temperature in sorted(shared, key=lambda key: (key[1], key[0])):
             ours, theirs = (figures[arm][n, temperature].alpha() for arm in (name, other))
             difference = ours.minus(theirs)
-            cells = [what, f"{name} - {other}", str(n), f"{temperature:g}", difference.signed(3)]
+            cells = [what, f"{name} - {other}", str(n), f"{temperature:g}", f"{difference:+.3f}"]
             lines.append([*cells, difference.verdict("helps", "hurts")])
     return markdown_table(["what", "arms", "n", "T", "difference of alpha", ""], lines)
 
@@ -474,15 +468,16 @@ def main(args: argparse.Namespace) -> int:
     check_output_file("--output", args.output)
     check_output_folder("--work_dir", args.work_dir)
     commit = git_commit()
-    check_stages(args)
-    commands = training_commands(args)
+    start, _ = read_checkpoint(args.start, mapped=True)
+    check_stages(args, start)
+    commands = training_commands(args, start)
     if not args.report_only:
         samples = read_samples(args)
         write_texts(args)
         if code := run_all(commands.values()):
             return code
-        start = {"start": args.start} if "start" in args.arms else {}
-        judge_all(args, samples, start | {name: args.work_dir / name for name in commands})
+        untrained = {"start": args.start} if "start" in args.arms else {}
+        judge_all(args, samples, untrained | {name: args.work_dir / name for name in commands})
     with atomic_open(args.output) as file:
         file.write(report(args, commit, commands))
     print(f"\n{args.output}")

@@ -172,7 +172,7 @@ class Claim(NamedTuple):
             f"{temperature:g}",
             f"{short_name(self.run)}: {ours.value:.2f}",
             f"{short_name(self.other)}: {theirs.value:.2f}",
-            difference.signed(2),
+            f"{difference:+.2f}",
             difference.verdict("holds", "does not hold"),
         ]
 

@@ -139,11 +139,10 @@ class RemoteExecutor:
             # Without a lane rows are asked for one by one.
             self._logits = self._setup.logits(self._target, plan.width if self._side_stream else min(plan.width, 1))
         tokens = torch.tensor(prompt, device=self.device)
-        chunks = plan.kept.chunks(len(prompt), PREFILL_CHUNK)
-        sent = [(chunk, self._send_chunk(tokens, chunk)) for chunk in chunks]
-        features = []
-        with prompt_bar(sum(len(chunk) for chunk, _ in sent)) as bar:
-            for chunk, captured in sent:
+        chunks, features = list(plan.kept.chunks(len(prompt), PREFILL_CHUNK)), []
+        with prompt_bar(chunks) as bar:
+            sent = [self._send_chunk(tokens, chunk) for chunk in chunks]
+            for chunk, captured in zip(chunks, sent, strict=True):
                 features.append(self._receive_anchors(len(chunk), captured))
                 bar.update(len(chunk))
         last_token = _Flight(0, (root,), torch.tensor([root], device=self.device))

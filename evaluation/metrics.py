@@ -292,10 +292,10 @@ class Estimate(NamedTuple):
         low, high = self.ci95
         return larger if low > 0 else smaller if high < 0 else "cannot be told"
 
-    def signed(self, digits: int) -> str:
-        """A difference for a table: "+0.15 [-0.02, +0.31]"."""
-        bounds = "" if self.ci95 is None else " [{:+.{d}f}, {:+.{d}f}]".format(*self.ci95, d=digits)
-        return f"{self.value:+.{digits}f}{bounds}"
+    def __format__(self, form: str) -> str:
+        """For a table, each number in that form; "+.2f": "+0.15 [-0.02, +0.31]"."""
+        bounds = "" if self.ci95 is None else f" [{', '.join(format(bound, form) for bound in self.ci95)}]"
+        return f"{self.value:{form}}{bounds}"
 
 
 def pooled(formula: Callable[..., Any], counts: np.ndarray, picks: np.ndarray) -> Estimate:

@@ -13,7 +13,7 @@ from decoding.sampling import Sampling
 from evaluation.metrics import Estimate
 from evaluation.prompts import Sample
 from evaluation.replayed import ReplayedTexts, target_texts
-from pipeline_model import save_head
+from pipeline_model import read_checkpoint, save_head
 from tests.test_train import make_tokenizer, write_language
 from tests.tiny import VOCAB, random_prompt, spd_decoder, tiny_head, tiny_model, tiny_target
 from training.replay_loss import Replay, ReplaySettings
@@ -128,7 +128,7 @@ def test_every_arm_is_a_command_that_train_takes(files, tmp_path):
     flags = ["--work_dir", tmp_path, "--start", files / "start.pt", "--base_model_path", files / "target"]
     flags += ["--draft_vocab_json", files / "draft.json", "--greedy_answers", "g", "--sampled_answers", "s"]
     args = compare_recipes.build_parser().parse_args(list(map(str, flags)))
-    commands = compare_recipes.training_commands(args)
+    commands = compare_recipes.training_commands(args, read_checkpoint(args.start, mapped=True)[0])
     assert [*commands] == [name for name in ARMS if name != "start"]
     for command in commands.values():
         assert command.arguments.max_steps in (100, 200)

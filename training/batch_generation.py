@@ -190,8 +190,9 @@ def generate_batch(
     batch, rows = Batch(target, prompts, max_new_tokens), list(range(len(prompts)))  # the prompt of each row
     logits = batch.prefill()
     for count in range(1, max_new_tokens + 1):
-        tokens = first_best(logits)
-        if draws is not None:
+        if draws is None:
+            tokens = first_best(logits)
+        else:
             tokens = draw_rows(sampling.probabilities(logits), draws[rows, count - 1])
         new = tokens.tolist()
         for row, token in zip(rows, new, strict=True):

@@ -15,6 +15,7 @@ from training.conversations import OVERFLOW_POLICIES
 from training.optimizers import SCHEDULES
 
 TARGET_DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # by --mixed_precision
+PRECISIONS = "auto", *TARGET_DTYPES
 STOP_PATIENCE = 3  # validations without a better head, unless the flag says otherwise
 
 
@@ -82,9 +83,7 @@ def add_optimisation_flags(parser: Parser) -> None:
     steps.add_argument("--weight_decay", type=bounded(float, 0), default=0.0, help="of the matrices")
     steps.add_argument("--max_grad_norm", type=POSITIVE, default=1.0, help="gradients are clipped to this norm")
     steps.add_argument("--temperature", type=POSITIVE, default=1.0, help="tau of the distillation loss")
-    steps.add_argument(
-        "--mixed_precision", default="auto", choices=["auto", *TARGET_DTYPES], help="auto: bf16 on CUDA, no on a CPU"
-    )
+    steps.add_argument("--mixed_precision", default="auto", choices=PRECISIONS, help="auto: bf16 on CUDA, no on a CPU")
     steps.add_argument("--seed", type=NATURAL, default=0, help="of initial weights, data order and draws")
 
 

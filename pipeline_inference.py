@@ -114,7 +114,7 @@ class Turn:
 class PromptOutput(NamedTuple):
     """What a prompt of P tokens leaves behind."""
 
-    logits: Tensor  # [V], the target's, behind the last token
+    logits: Tensor  # [V], the target's, after the last token
     features: Tensor  # [P - kept, m, H], the anchors of every token that ran
 
 
@@ -177,7 +177,7 @@ class Executor(Protocol):
     def begin_cycle(self, position: int, entering: Sequence[Node]) -> Tensor | None:
         """Start a cycle; the entering nodes go into stage 0. Returns their h_0 [w, H], None when nothing enters.
 
-        Called once a cycle; where chains are drafted, once more for each of their tokens.
+        Called once per cycle; where chains are drafted, once more for each of their tokens.
         """
 
     def finish_cycle(self) -> tuple[Iterable[Captured], Completed | None]:
@@ -193,7 +193,7 @@ class Executor(Protocol):
 class LocalExecutor:
     """All stages in this process, on one device, one after the other."""
 
-    PREFILL_CHUNK = 4096  # prompt tokens a stage runs at once: bounds the memory of long prompts
+    PREFILL_CHUNK = 4096  # prompt tokens that a stage runs at once: bounds the memory of long prompts
     is_undisturbed = True  # nobody else has these stages
 
     def __init__(
@@ -296,16 +296,16 @@ class Drafter(Protocol):
         """New nodes enter the pipeline, with their h_0 [w, H]."""
 
     def draft(self, tree: TokenTree) -> Tensor:
-        """Logits over the draft vocabulary for the position behind each frontier node, [F, V_d]."""
+        """Logits over the draft vocabulary for the position after each frontier node, [F, V_d]."""
 
     def observe(self, captured: Iterable[Captured]) -> None:
         """The stages captured these anchors in the previous cycle."""
 
 
 class SPDDrafter:
-    """The speculation head at work (method.md section 5): one forward a cycle, over all in-flight nodes at once.
+    """The speculation head at work (method.md section 5): one forward per cycle, over all in-flight nodes at once.
 
-    The head's cache keeps one row a token for good, with the deepest type. Every other row is fed anew each cycle,
+    The head's cache keeps one row per token for good, with the deepest type. Every other row is fed anew each cycle,
     with the type of its distance x to the newest position: f(min(n, x)). In flight and with a full pipeline that is
     the token's depth. With `use_deepest` a completed token has the deepest type at any distance, and stays.
     """
@@ -379,7 +379,7 @@ class SPDDrafter:
 
     def settle(self, tree: TokenTree) -> int:
         """A generation is over: take in what has completed. Returns how many tokens have rows for the next one."""
-        if self._entered is not None:  # behind the last draft
+        if self._entered is not None:  # after the last draft
             ids, h0 = self._entered
             self._anchor_features[0][ids] = h0
         nodes = [node for node in tree.path if self._cache.length <= node.position < tree.completed]
@@ -781,7 +781,7 @@ class Generation:
         return chain
 
     def _draft(self) -> list[Node]:
-        """New candidates behind the frontier: the best W chains. None at the end of the generation."""
+        """New candidates after the frontier: the best W chains. None at the end of the generation."""
         if self._drafter is None or self.tree.frontier[0].position + 1 >= self._end:
             return []
         with self.timeline.span(DRAFT):
@@ -853,7 +853,7 @@ class Generation:
         return done
 
     def _verify(self, logits: Logits, row: int) -> TokenEvent:
-        """Let the completed root verify the position behind it, by its row of logits; commit the verdict, roll back."""
+        """Let the completed root verify the position after it, by its row of logits; commit the verdict, roll back."""
         candidates = self.tree.levels[0] if self.tree.levels else []
         with self.timeline.span(VERIFY):
             verdict = self._judge(logits.row(row), candidates)

@@ -94,7 +94,7 @@ def split_layers(num_layers: int, num_stages: int, stage_layers: Sequence[int] |
         return tuple(base + (stage < extra) for stage in range(num_stages))
     sizes = tuple(stage_layers)
     if len(sizes) != num_stages:
-        raise ValueError(f"stage_layers has {len(sizes)} entries, but num_stages is {num_stages}: give one a stage")
+        raise ValueError(f"stage_layers has {len(sizes)} entries, but num_stages is {num_stages}: give one per stage")
     if min(sizes) < 1 or sum(sizes) != num_layers:
         raise ValueError(
             f"stage_layers {';'.join(map(str, sizes))} sums to {sum(sizes)}, but the target has {num_layers} layers: "
@@ -114,7 +114,7 @@ def layers_available(stage_sizes: Sequence[int]) -> tuple[int, ...]:
 def auto_anchors(stage_sizes: Sequence[int]) -> tuple[int, ...]:
     """The `auto` list of anchors `b_0 < ... < b_{m-1}` (`aggr_feature_bound`) for a split.
 
-    The boundaries behind 0, 1, 3 and 6 stages, and the last layer but one. On an even split with n >= 7 this is the
+    The boundaries after 0, 1, 3 and 6 stages, and the last layer but one. On an even split with n >= 7 this is the
     published rule {0, l, 3l, 6l, L-1}, l = L/n. For fewer stages the published rule runs past the last boundary and
     can list a type that no depth maps to; this one never does, as each anchor but the last is itself a boundary.
     """
@@ -889,7 +889,7 @@ class HeadCache:
         self._values[:, :, :, :length] = other._values[:, :, :, :length]
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Put R rows behind the `length` ones; return all of them, [1, H_kv, length + R, D] each."""
+        """Put R rows after the `length` ones; return all of them, [1, H_kv, length + R, D] each."""
         end = self.length + key.shape[2]
         self._keys[layer][:, :, self.length : end] = key
         self._values[layer][:, :, self.length : end] = value
@@ -942,7 +942,7 @@ class DraftHead(nn.Module):
         mask: Tensor | None = None,
         outputs: int = 0,
     ) -> Tensor:
-        """Run R rows behind the cached ones; return the last `outputs`, [outputs, H], before the final norm.
+        """Run R rows after the cached ones; return the last `outputs`, [outputs, H], before the final norm.
 
         shown [D, R, H] as `shown_rows`; of `fixed_rows`, the last `outputs` are those of type 0. rope: cosines and
         sines of the rows' positions, [1, R, D_rot]. mask [R, length + R] bool; None is causal. The rows' keys and

@@ -96,7 +96,7 @@ class Timeline:
         return event
 
     def span(self, row: str) -> _OpenSpan:
-        """Time a block of this cycle. A row may be entered more than once a cycle."""
+        """Time a block of this cycle. A row may be entered more than once per cycle."""
         return _OpenSpan(self, row)
 
     @contextmanager
@@ -193,7 +193,7 @@ def time_table(timings: Timings, cycles: int) -> str:
     lines = [
         [name, f"{seconds:.3f}", f"{seconds / cycles * 1e3:.3f}" if cycles else "–"] for name, seconds in parts.items()
     ]
-    return markdown_table(["part", "seconds", "ms a cycle"], lines)
+    return markdown_table(["part", "seconds", "ms per cycle"], lines)
 
 
 def write_trace(path: str | Path, processes: Mapping[str, Iterable[tuple[Span, dict]]]) -> None:

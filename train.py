@@ -125,7 +125,7 @@ def add_replay_flags(parser: Parser) -> None:
     rows.add_argument(
         "--flushed",
         type=COUNT,
-        help="replay: learn also from the drafts behind so many rejected ones of each example, by reverse KL; default: "
+        help="replay: learn also from the drafts after so many rejected ones of each example, by reverse KL; default: "
         "none",
     )
     rows.add_argument("--loss", default="kl", choices=LOSS_KINDS, help="tv: 1 - acceptance; lk: between the two")
@@ -159,7 +159,7 @@ def check_rows_flags(args: argparse.Namespace) -> None:
         raise ValueError("--rows replay takes its fills from traces: leave --fill_alpha out")
     if args.flushed is not None and max(args.num_stages) == 1:
         raise ValueError(
-            "--flushed needs --num_stages of 2 or more: a single stage drafts nothing behind a rejected draft"
+            "--flushed needs --num_stages of 2 or more: a single stage drafts nothing after a rejected draft"
         )
     if args.loss != "lk" and args.loss_eta is not None:
         raise ValueError("--loss_eta belongs to --loss lk: leave it out")

@@ -42,7 +42,7 @@ def build_parser() -> Parser:
     parser = Parser(prog="compare_methods.py", description="Train, evaluate and report SPD and its baselines.")
     parser.add_argument("--work_dir", type=Path, required=True, help="folder of heads and rows; a stopped run goes on")
     parser.add_argument("--output", type=Path, default=Path("BENCHMARK_RESULTS.md"), help="the report")
-    parser.add_argument("--notes", type=Path, help="Markdown to put behind the tables, for what a person has to add")
+    parser.add_argument("--notes", type=Path, help="Markdown to put after the tables, for what a person has to add")
     parser.add_argument("--report_only", action="store_true", help="neither train nor evaluate")
     target = parser.add_argument_group("target")
     target.add_argument("--base_model_path", default="checkpoints/SmolLM2-135M-Instruct", help="folder or hub id")
@@ -147,7 +147,7 @@ def training_commands(args: argparse.Namespace) -> dict[str, Command]:
 
 
 def evaluation_commands(args: argparse.Namespace, drafters: Sequence[str]) -> list[Command]:
-    """One evaluation a method; each has its several runs."""
+    """One evaluation per method; each has its several runs."""
     shared = ["--base_model_path", args.base_model_path, "--datasets", *args.datasets]
     shared += [] if args.data_dir is None else ["--data_dir", str(args.data_dir)]
     shared += ["--prompts_per_dataset", str(args.prompts_per_dataset), "--max_new_tokens", str(args.max_new_tokens)]

@@ -4,7 +4,7 @@ Ratios, smaller is better, all from one run whose rounds take turns:
 
     cycle_over_ar_plus_draft   a full pipeline's cycle (W = 1) / (autoregressive step + one head forward), float32
     tree4_over_chain           a cycle with W = 4 candidates at every position / the W = 1 cycle, bfloat16
-    ar_over_hf_generate        our autoregressive loop / `model.generate`, seconds a token, float32
+    ar_over_hf_generate        our autoregressive loop / `model.generate`, seconds per token, float32
 
 With --compile, everything compiled beside everything eager, float32:
 

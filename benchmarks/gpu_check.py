@@ -3,8 +3,8 @@
     exactness     tiny float32 targets of every family, with windows and without: greedy output equals
                   `model.generate`, chain and tree
     compiled      the same through compiled layers, on a GPU as graphs; a family for each kind of layer
-    eager         the target and head in bfloat16: standard decoding and the pipeline, their equality, ms a token, ms a
-                  cycle, and what of a cycle is the host's: in none of the device's spans
+    eager         the target and head in bfloat16: standard decoding and the pipeline, their equality, ms per token and
+                  per cycle, and what of a cycle is the host's: in none of the device's spans
     graphed       the same through compiled layers
     flash         as eager, with flash attention, where it can be imported
     ranks         two and three ranks on one GPU (gloo, pinned memory): the tokens of one process

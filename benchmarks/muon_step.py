@@ -75,7 +75,7 @@ def time_steps(rank: int, port: int, args: argparse.Namespace, shapes: Shapes, r
     seconds: dict[str, list[float]] = {name: [] for name in kinds}
     for number in range(args.rounds + 1):  # the first is a warm-up
         for name, (optimizer, setting) in kinds.items():
-            torch.manual_seed(number)  # the same gradients in all processes, as behind an all-reduce
+            torch.manual_seed(number)  # the same gradients in all processes, as after an all-reduce
             for weight in weights:
                 weight.grad = torch.randn_like(weight)
             dist.barrier()

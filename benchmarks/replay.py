@@ -94,7 +94,7 @@ def given_traces(args: argparse.Namespace, num_stages: int) -> list[Trace]:
     if args.alpha is not None:
         return [shuffled_trace(args.alpha, args.new_tokens)]
     if len(alphas) != num_stages:
-        raise ValueError(f"--alpha_by_fill has {len(alphas)} values, but n is {num_stages}: give one a fill, 1 .. n")
+        raise ValueError(f"--alpha_by_fill has {len(alphas)} values, but n is {num_stages}: give one per fill, 1 .. n")
     return [filled_trace(alphas, args.new_tokens)]
 
 

@@ -36,7 +36,7 @@ TOKEN, WRONG = 7, 8  # what the target confirms, and what it never does
 PROMPT = [1, 2, 3]
 TIMEOUT = timedelta(seconds=60)
 
-Flags = Sequence[bool]  # whether the draft of each new token behind the first one is accepted
+Flags = Sequence[bool]  # whether the draft of each new token after the first one is accepted
 
 
 class Sleeps(NamedTuple):

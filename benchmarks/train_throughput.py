@@ -54,7 +54,7 @@ MEMORY_FORMS = ("plain", "ours")
 def build_parser() -> Parser:
     parser = new_parser("Supervised tokens/s and peak memory of training")
     parser.add_argument("--batch_size", type=COUNT, default=4, help="sequences a step")
-    parser.add_argument("--length", type=COUNT, default=256, help="tokens a sequence")
+    parser.add_argument("--length", type=COUNT, default=256, help="tokens per sequence")
     parser.add_argument("--supervised", type=float, default=0.73, help="share of supervised tokens (ShareGPT has 0.73)")
     parser.add_argument(
         "--autocast", type=dtype_name, default="bfloat16", choices=["none", *DTYPES], help="autocast of both forms"

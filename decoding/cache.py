@@ -222,7 +222,7 @@ class StageCache:
 
 
 def _extended(tensor: Tensor, dim: int, size: int) -> Tensor:
-    """A larger tensor that begins with this one, and is zero behind it."""
+    """A larger tensor that begins with this one, and is zero after it."""
     larger = tensor.new_zeros(*tensor.shape[:dim], size, *tensor.shape[dim + 1 :])
     larger.narrow(dim, 0, tensor.shape[dim]).copy_(tensor)
     return larger

@@ -26,7 +26,7 @@ class Costs:
 
 
 def cycles_a_step(stage_sizes: Sequence[int]) -> float:
-    """`Costs.factor` of a pipeline with these layers a stage."""
+    """`Costs.factor` of a pipeline with these layers per stage."""
     return sum(stage_sizes) / max(stage_sizes)
 
 

@@ -34,7 +34,7 @@ class Sampling:
     def same_draws(self, draft_top_k: int) -> bool:
         """Whether a pipeline of this width emits the very tokens of the target alone, given the same seed.
 
-        A tree's verification draws from the target, once a token, as the target alone does. A sampled chain's is the
+        A tree's verification draws from the target, once per token, as the target alone does. A sampled chain's is the
         ratio test, which uses up other random numbers: its tokens are distributed alike, no more.
         """
         return self.greedy or draft_top_k > 1
@@ -98,7 +98,7 @@ def verify(
 
     logits [V] are the target's. With q [V] there is one candidate, which was SAMPLED from q: speculative sampling's
     ratio test (arXiv 2211.17192). Without q the candidates were chosen deterministically (greedy, or tree nodes, at
-    most one a token): draw from the target, and see which candidate agrees. The ratio test would be wrong there.
+    most one per token): draw from the target, and see which candidate agrees. The ratio test would be wrong there.
     """
     if q is None or not candidates:
         token = sampling.draw(logits, generator)

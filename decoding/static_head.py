@@ -70,7 +70,7 @@ class StaticHead:
         )
 
     def draft(self, rows: DraftRows, h0: Tensor | None) -> Tensor:
-        """Logits [F, V_d] for the positions behind the frontier, valid until the next call.
+        """Logits [F, V_d] for the positions after the frontier, valid until the next call.
 
         h0 [w, H]: of the nodes that entered.
         """
@@ -78,7 +78,7 @@ class StaticHead:
         self._copies.copy(self._listed(rows, first), into=self._numbers)
         if h0 is not None:
             self.features[:, 0].index_copy_(0, self._entered[: len(h0)], h0)
-        for changed in more:  # behind the prompt, or where a rejection has brought many tokens nearer
+        for changed in more:  # after the prompt, or where a rejection has brought many tokens nearer
             self._run_projections()
             self._copies.copy(changed, into=self._changed)
         return self._run_step()[: rows.frontier]

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 class TextStream:
     """The text of tokens, as they come: every character once, with the token that completes it.
 
-    A token is decoded behind the one before it, not alone, as it could lose a blank at its border or half a character.
+    A token is decoded after the one before it, not alone, as it could lose a blank at its border or half a character.
     The text before those is not decoded again. (`tokenizers.DecodeStream` does as much, but fails for bytes that never
     become a character, which a model may well sample.)
     """

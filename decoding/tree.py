@@ -34,7 +34,7 @@ class Node:
 
 
 class TokenTree:
-    """The newest emitted tokens and, behind them, every candidate that agrees with them.
+    """The newest emitted tokens and, after them, every candidate that agrees with them.
 
     `path` holds the last n + 1 emitted tokens, oldest first; `levels` the candidates, one list a position. In a chain
     a level has one node. A node whose chain was not drafted further stays: if the target confirms it, it is ahead of
@@ -45,7 +45,7 @@ class TokenTree:
         self._free_ids = [id for id in range(plan.nodes) if id != CHECKPOINT]  # a heap: lowest first
         self._free_slots = list(range(len(prompt), plan.slots)) if plan.tree else None  # likewise
         self.keep = num_stages + 1  # emitted tokens that are nodes, at most
-        self.slots: list[int] = []  # KV slots of all tokens behind the prompt
+        self.slots: list[int] = []  # KV slots of all tokens after the prompt
         self.path: deque[Node] = deque()
         self.levels: deque[list[Node]] = deque()
         first = max(0, len(prompt) - self.keep)
@@ -79,7 +79,7 @@ class TokenTree:
         return Node(token, position, heapq.heappop(self._free_ids), slot, parent, score, fill)
 
     def commit(self, verdict: Verdict) -> set[int]:
-        """Emit a token behind the root: the accepted candidate, or a new node. Everything that disagrees dies.
+        """Emit a token after the root: the accepted candidate, or a new node. Everything that disagrees dies.
 
         Returns the ids of the dead. They are free from now on: the new node may already have one of them.
         """

@@ -5,7 +5,7 @@ waits, which on a machine with fewer cores than ranks takes longer than everythi
 waiting thread sleeps in the kernel until its bytes are there, which the kernel takes in while it computes.
 
 Why not a message library: the same decode loop over pyzmq, whose messages go through a thread of its own as well, had
-an overhead of 0.41 to 0.64 ms a cycle at n = 8 and lag 0, where these sockets have 0.12 to 0.19 ms; at lag 1 its
+an overhead of 0.41 to 0.64 ms per cycle at n = 8 and lag 0, where these sockets have 0.12 to 0.19 ms; at lag 1 its
 efficiency was .70 to .72 instead of .78 to .90 (benchmarks/cycle_overhead.py, two cores, the same run). What a library
 does beside that is done here: many connections are accepted beside each other, a stranger delays nobody, a machine that
 is gone is noticed (watch.py), IPv6, and every failure has a reason.

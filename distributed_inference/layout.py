@@ -80,5 +80,5 @@ def parse_gpus(text: str | None, world_size: int) -> Sequence[int] | None:
     if not all(entry.strip().isdecimal() for entry in entries):
         raise ValueError(f"--rank_gpus is {text!r}: list one GPU a rank, as in 0,1,2")
     if len(entries) != world_size:
-        raise ValueError(f"--rank_gpus lists {len(entries)} GPUs, but there are {world_size} ranks: list one a rank")
+        raise ValueError(f"--rank_gpus lists {len(entries)} GPUs, but there are {world_size} ranks: list one per rank")
     return [int(entry) for entry in entries]

@@ -3,7 +3,7 @@
 All buffers are allocated once. A message that arrives while the receiver computes is there when it is asked for. Two
 ways for the payload:
 
-    host   behind the header, on the same connection. CPUs, and several ranks on one GPU (pinned memory)
+    host   after the header, on the same connection. CPUs, and several ranks on one GPU (pinned memory)
     NCCL   from device to device. It is sent when the stream gets there and received as soon as the header says how
            large it is: the stream waits for it, and the host for nothing (`Work.wait` with a time limit would make it
            look every millisecond). A payload that does not come is noticed by the watch
@@ -166,7 +166,7 @@ class Inbox:
         self._views: dict[int, tuple[Tensor, memoryview | None]] = {}  # by payload size, of which there are few
 
     def receive(self, timeout: timedelta) -> tuple[list[int], Tensor]:
-        """The next message: its header (with anything behind it), and its payload, flat, which is valid until the next
+        """The next message: its header (with anything after it), and its payload, flat, which is valid until the next
         call. LostRank when it does not come in time, or cannot come any more.
         """
         self._receiver.receive(self._header_bytes, timeout)

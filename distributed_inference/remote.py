@@ -246,7 +246,7 @@ class RemoteExecutor:
             if count:
                 rows = inbox.receive_bulk((count, SPAN_FIELDS), self._setup.decode_timeout, torch.float64)
                 for span in reported_spans(rows.tolist(), stage, self._timeline.began):
-                    if span.cycle < cycles:  # what ran empty behind the last token is nobody's cost
+                    if span.cycle < cycles:  # what ran empty after the last token is nobody's cost
                         self._timeline.add(span)
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -266,7 +266,7 @@ class RemoteExecutor:
         return arrival.logits.row(row)
 
     def _receive(self, arrival: _Arrival, captured: Sequence[int]) -> None:
-        """Wait for a stage's message: its anchors, as many as `captured`, and the last stage's output behind them."""
+        """Wait for a stage's message: its anchors, as many as `captured`, and the last stage's output after them."""
         stage, count = arrival.stage, len(arrival.flight.ids)
         header, payload = self._pipeline.inboxes[stage].receive(self._setup.decode_timeout)
         assert header == [arrival.flight.cycle, count], f"stage {stage} sent {header} for cycle {arrival.flight.cycle}"

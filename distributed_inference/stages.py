@@ -204,7 +204,7 @@ class _SplitLmHead:
         self._target, self._setup = target, setup
         layout, vocab = setup.layout, target.config.vocab_size
         self._cycles_to_last = layout.num_stages - 1 - layout.stage_of(setup.rank)
-        self._counts: deque[int] = deque()  # nodes in this stage, in the one behind it, ... in the last one
+        self._counts: deque[int] = deque()  # nodes in this stage, in the one after it, ... in the last one
         if setup.rank == layout.last_rank:
             others = [rank for rank in range(layout.world_size) if rank not in (DRAFT_RANK, layout.last_rank)]
             self._scatter = [setup.outbox(Link.SCATTER, rank, target.config.hidden_size) for rank in others]

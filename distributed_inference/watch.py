@@ -88,7 +88,7 @@ def to_blame(complaint: Complaint, waits_for: Mapping[int, int | None], silent: 
 
 
 class Line:
-    """One end of the connection between a rank and rank 0: messages as JSON, one a line."""
+    """One end of the connection between a rank and rank 0: messages as JSON, one per line."""
 
     def __init__(self, connection: socket.socket):
         self._socket, self._sending, self._rest = connection, threading.Lock(), b""

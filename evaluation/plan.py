@@ -122,7 +122,7 @@ def target_of_heads(paths: Sequence[str], config_class: type[DraftConfig] | None
 
 
 def parse_devices(values: Sequence[str]) -> list[str]:
-    """Devices of the workers, one a process, from --gpus: GPU ids (also "0, 1"), "cpu", or "auto" alone.
+    """Devices of the workers, one per process, from --gpus: GPU ids (also "0, 1"), "cpu", or "auto" alone.
 
     ValueError for a GPU that is not there or named twice, for devices of several kinds, and for anything else.
     """

@@ -36,13 +36,13 @@ def checkpoint_file(path: str | Path) -> Path:
     except (OSError, ValueError) as error:
         raise ValueError(
             f"no head checkpoint {str(path)!r} on the hub ({first_line(error)}): "
-            "give owner/repo:file.pt, with @branch behind repo for another branch than main, or a local file"
+            "give owner/repo:file.pt, with @branch after repo for another branch than main, or a local file"
         ) from None
 
 
 @cache
 def _downloaded(repository: str, name: str, revision: str | None) -> Path:
-    """A file of the hub. Asked for once a process: all who read it get the same one, and wait for the network once."""
+    """A file of the hub. Asked for once per process: all who read it get the same one, after one wait."""
     return Path(hf_hub_download(repository, name, revision=revision))
 
 

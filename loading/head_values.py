@@ -55,7 +55,7 @@ def parse_shallow_layers(value: str) -> tuple[tuple[int, ...], ...]:
     """`shallow_hidden_layer_indices` from a text: "0,1,2;0,2" are the lists of g_2 and g_1."""
     if not re.fullmatch(r"\s*\d+(\s*[;,]\s*\d+)*\s*", value):
         raise ValueError(
-            f'shallow_hidden_layer_indices is {value!r}: write a list of layers a stage, g_n first, as in "0,1,2;0,2"'
+            f'shallow_hidden_layer_indices is {value!r}: write a list of layers per stage, g_n first, as in "0,1,2;0,2"'
         )
     return tuple(tuple(map(int, item.split(","))) for item in value.split(";"))
 

@@ -11,7 +11,7 @@ of loops, and a cycle lasts as long as the slowest:
 A stage does not wait for a verdict, so V is no part of every cycle. With the lm_head on the last stage V counts there
 and not on the draft rank; a draft rank that runs stage 0 itself adds S_0, and there is one message less.
 
-After a rejection the corrected token needs n cycles, while the head drafts behind it. The stages do not know of it:
+After a rejection the corrected token needs n cycles, while the head drafts after it. The stages do not know of it:
 they run what is in front of that token to its end, and it has to wait behind that at the slowest stage.
 
     refill       max(S_0 + ... + V + (n + 1) c, n (D + c) + V, n (slowest S_s + c))

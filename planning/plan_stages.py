@@ -160,7 +160,7 @@ class Meter:
         return tuple(alone[kind] * scale for kind in kinds)
 
     def stage_ms(self, layers: range) -> float:
-        """One token through some layers (0-based), behind a full context."""
+        """One token through some layers (0-based), after a full context."""
         context, stage, board = (
             self.args.context,
             Stage(self.target, layers),
@@ -309,7 +309,7 @@ def main(args: argparse.Namespace) -> None:
     card |= {
         "layers": f"{len(times.layers)}, {sum(times.layers):.3f} ms together",
         "others": f"final norm + lm_head {times.verify:.3f} ms, a message {times.message:.3f} ms",
-        "alone": f"{times.autoregressive:.3f} ms a token",
+        "alone": f"{times.autoregressive:.3f} ms per token",
         "drafts": f"alpha {alpha:.3f}" + (f", {len(traces)} generations of {args.trace}" if traces else ""),
     }
     for name, line in card.items():

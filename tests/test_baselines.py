@@ -60,7 +60,7 @@ class CountingExecutor:
         self.stage_sizes = (1,) * num_stages
 
     def start(self, prompt, root, plan, timeline):
-        self._behind = deque([()] * (len(self.stage_sizes) - 1))  # what each stage behind the first runs next
+        self._behind = deque([()] * (len(self.stage_sizes) - 1))  # what each stage after the first runs next
         self._entered = []
         return PromptOutput(torch.tensor([1.0, 0.0]), torch.zeros(len(prompt), 1, 1))
 

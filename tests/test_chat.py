@@ -164,7 +164,7 @@ class Terminal:
         self._theirs, self.text = theirs, ""
 
     def wait_for(self, pattern, seconds=60):
-        """Until the program has printed it, behind what was waited for before; returns what it printed until then."""
+        """Until the program has printed it, after what was waited for before; returns what it printed until then."""
         deadline = time.monotonic() + seconds
         while (found := re.search(pattern, self.text)) is None:
             assert time.monotonic() < deadline, f"no {pattern!r} in {self.text!r}"
@@ -182,7 +182,7 @@ class Terminal:
         return self._process.exitcode
 
     def code_after_ctrl_c(self, seconds=60):
-        """The exit code once Ctrl-C has ended the program, pressed once a second as a user would.
+        """The exit code once Ctrl-C has ended the program, pressed once per second as a user would.
 
         Python overlooks one that comes after input() has printed its prompt and before it waits for a key.
         """

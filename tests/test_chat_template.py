@@ -100,7 +100,7 @@ def test_thinking_is_off_unless_asked_for():
 @pytest.mark.parametrize("adds_bos", [False, True])
 @pytest.mark.parametrize("template", [None, CHATML, SWITCHED_QWEN3])
 def test_training_and_decoding_have_one_form(template, typed, adds_bos, capsys):
-    """A base model whose head was trained on 'User: ...' and then drafted behind raw prompts."""
+    """A base model whose head was trained on 'User: ...' and then drafted after raw prompts."""
     tokenizer = make_tokenizer(template, adds_bos)
     prompt = prompt_text(tokenizer, *typed)
     chat = ChatFormat(tokenizer)

@@ -351,7 +351,7 @@ def test_prompts_are_user_turns_where_there_is_a_template(tmp_path):
 
 
 def test_end_tokens_of_the_target_are_used(tmp_path, capsys):
-    """Guards against a demo that knows only one end token, or runs on behind it."""
+    """Guards against a demo that knows only one end token, or runs on after it."""
     tokens = hf_greedy(tiny_target("llama").model, IDS, 12)
     save_target(tmp_path, generation_fields={"eos_token_id": [60, tokens[4]]})
     assert main(build_parser().parse_args(["--base_model_path", str(tmp_path), "--prompt", PROMPT])) == 0
@@ -392,7 +392,7 @@ def check_trace(slices, prompt, result):
     by_row = Counter(event["row"] for event in slices)
     assert set(by_row) == {DRAFT, "stage 0", "stage 1", VERIFY}
     assert by_row[VERIFY] == result.n_verified
-    assert len({(event["row"], event["args"]["cycle"]) for event in slices}) == len(slices)  # at most one a cycle
+    assert len({(event["row"], event["args"]["cycle"]) for event in slices}) == len(slices)  # at most one per cycle
     assert {event["args"]["cycle"] for event in slices} == set(range(result.cycles))
 
     emitted = dict(enumerate(result.tokens, start=len(prompt)))

@@ -410,7 +410,7 @@ HELLO = turns("hi", "yo a", "b", "c")
             "<|im_start|> assistant ⏎ [<think> ⏎ x ⏎ y ⏎ </think> ⏎⏎ c <|im_end|>] ⏎",
         ),
         (
-            QWEN35,  # decoding starts behind <think>, so that token is the prompt's
+            QWEN35,  # decoding starts after <think>, so that token is the prompt's
             turns("hi", "<think>\nhm\n</think>\n\nyo", "b", "<think>\nx\n</think>\n\nc"),
             "<|im_start|> user ⏎ hi <|im_end|> ⏎ <|im_start|> assistant ⏎ [yo <|im_end|>] ⏎ "
             "<|im_start|> user ⏎ b <|im_end|> ⏎ "

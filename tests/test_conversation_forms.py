@@ -103,7 +103,7 @@ def test_trimmed_texts_without_generation_prompt(row):
 @pytest.mark.parametrize("template", [INST, INST_MARKED, CHATML, MARKED, QWEN3, QWEN35, SWITCH, OBJECT_TOOLS, None])
 @pytest.mark.parametrize("thinking", [False, True])
 def test_unsupervised_start_is_the_prompt_of_decoding(load, tmp_path, template, thinking):
-    """A last reply that is supervised behind another text than the prompt which decoding would give the target."""
+    """A last reply that is supervised after another text than the prompt which decoding would give the target."""
     (tmp_path / "one.jsonl").write_text(json.dumps(chat(user("hi"), assistant(" yo"))) + "\n")
     tokenizer = make_tokenizer(template)
     (found,) = load(str(tmp_path / "one.jsonl"), tokenizer, enable_thinking=thinking).train
@@ -146,7 +146,7 @@ def test_answers_stand_behind_the_prompt_that_the_target_saw(row):
 
 
 def test_replies_before_a_cut_one_are_supervised(row):
-    """A conversation of several turns that lost all but its last, or that went on behind half a thought."""
+    """A conversation of several turns that lost all but its last, or that went on after half a thought."""
     shown, _ = row(CHATML, chat(user("hi"), assistant("yo"), user("a"), assistant("b"), finish="length"))
     assert shown == HEAD + "[yo <|im_end|>] ⏎ <|im_start|> user ⏎ a <|im_end|> ⏎ <|im_start|> assistant ⏎ [b]"
     shown, repaired = row(CHATML, chat(user("hi"), assistant("<think>x"), user("a"), assistant("b")))

@@ -108,7 +108,7 @@ def test_packed_blocks_are_the_method(family, learned_mask):
     target = deep_target(family)
     head = drafter_for(target, learned_mask=learned_mask)
     texts = [random_prompt(11, seed=1), random_prompt(11, seed=2)]
-    places = [(0, 1), (0, 4), (0, 10), (1, 2), (1, 3)]  # the third one ends behind the text
+    places = [(0, 1), (0, 4), (0, 10), (1, 2), (1, 3)]  # the third one ends after the text
     rows = packed_blocks(head, target, features_of(target, head, texts)[0], blocks_at(*places), 4)
     for (text, anchor), ours in zip(places, rows, strict=True):
         wanted = reference_block(head, target, texts[text], anchor, 4)
@@ -171,7 +171,7 @@ def test_what_reaches_a_block_and_what_does_not():
 
     before = rows(features)
     later, own, known, earlier = (features.clone() for _ in range(4))
-    later[:, anchor + 1 :] += 1  # tokens and features behind the anchor
+    later[:, anchor + 1 :] += 1  # tokens and features after the anchor
     own[:, anchor, 1:] += 1  # its own features, which the target has not computed yet
     known[:, anchor, 0] += 1  # its token
     earlier[:, anchor - 1, 1:] += 1
@@ -217,7 +217,7 @@ def test_layers_that_are_read():
 
 
 def test_anchors_are_where_decoding_can_be():
-    """Guards against anchors before an answer or at its last token, against repeated ones, and against slots behind the
+    """Guards against anchors before an answer or at its last token, against repeated ones, and against slots after the
     end of an answer, where nothing is ever verified."""
     labels = np.full((2, 14), -100)
     labels[0, 3:6] = labels[0, 9:14] = labels[1, 2:4] = 7  # two answers, and one of two tokens
@@ -454,8 +454,8 @@ def test_greedy_output_is_the_targets_own_and_drafts_are_training_logits(family,
 
 
 def test_a_round_is_one_forward_of_each():
-    """Guards against a draft that runs once a token, and against a target that does; blocks of 1 are the target alone,
-    a drafter that is always right gives B tokens a round, one that is always wrong gives 1."""
+    """Guards against a draft that runs once per token, and against a target that does; blocks of 1 are the target
+    alone, a drafter that is always right gives B tokens per round, one that is always wrong gives 1."""
     target = deep_target()
     head, prompt = drafter_for(target), random_prompt(4)
     sequence = prompt + hf_greedy(target.model, prompt, 13)
@@ -483,7 +483,7 @@ def test_a_round_is_one_forward_of_each():
 
 @pytest.mark.parametrize("place", [0, 1, 2, 3])
 def test_end_tokens_inside_a_block(place):
-    """Guards against tokens behind an end token, which a block may have accepted already."""
+    """Guards against tokens after an end token, which a block may have accepted already."""
     target = deep_target()
     head, prompt = drafter_for(target), random_prompt(6, seed=4)
     sequence = prompt + hf_greedy(target.model, prompt, 12)
@@ -651,7 +651,7 @@ class Enumeration:
 
 
 def toy_joint(toy, prompt, count):
-    """The target's own distribution of the tokens behind the first new one, which is 0."""
+    """The target's own distribution of the tokens after the first new one, which is 0."""
     joint = {}
     for tokens in itertools.product(range(4), repeat=count):
         text, logarithm = [*prompt, 0], 0.0

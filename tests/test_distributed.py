@@ -244,7 +244,7 @@ def test_headers_are_read_as_they_were_written():
     kept = Kept(50, 7, (60, 61), 65)
     start = Start(70, 3, CachePlan(200, 40, tree=True, kept=kept), (0, 2, 4), layer_us=12_000)
     batch = Batch(9, 75, [NodeRow(11, 4, 3, 75), NodeRow(12, 5, 3, 76)])
-    zeros = [0] * 9  # a header arrives with zeros behind it
+    zeros = [0] * 9  # a header arrives with zeros after it
     received = start._replace(plan=start.plan._replace(kept=kept._replace(slots=())), moved_slots=2)  # slots follow
     assert Start.parse(start.header() + zeros) == received
     assert Batch.parse(batch.header() + zeros) == batch

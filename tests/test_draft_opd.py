@@ -42,7 +42,7 @@ def logged(monkeypatch, head, target):
 
 
 def test_rollouts_are_the_targets_text_and_their_rows_those_of_the_text(monkeypatch):
-    """Guards the log: the verified rows up to the last accepted draft have the text's own states, those behind do not,
+    """Guards the log: the verified rows up to the last accepted draft have the text's own states, those after do not,
     and the rounds follow each other without a gap."""
     target = deep_target()
     head = drafter_for(target)
@@ -60,7 +60,7 @@ def test_rollouts_are_the_targets_text_and_their_rows_those_of_the_text(monkeypa
             assert not one.hidden.is_inference()
             wanted = teacher["hidden"][row, anchor : anchor + accepted + 1]
             torch.testing.assert_close(one.hidden[: accepted + 1], wanted[: len(one.hidden)], atol=1e-5, rtol=1e-4)
-            if accepted + 1 < len(one.drafts):  # a row behind the rejected draft
+            if accepted + 1 < len(one.drafts):  # a row after the rejected draft
                 other = teacher["hidden"][row, anchor + accepted + 1]
                 assert (one.hidden[accepted + 1] - other).abs().max() > 1e-2
             seen.add(accepted)
@@ -70,13 +70,13 @@ def test_rollouts_are_the_targets_text_and_their_rows_those_of_the_text(monkeypa
 
 
 def test_slots_of_both_streams():
-    """Guards against learning behind the end of a text, and against a round without its rejected draft's place."""
+    """Guards against learning after the end of a text, and against a round without its rejected draft's place."""
     hidden = torch.zeros(4, 2)
     rounds = [  # the text goes on with 5 6 7 8 9 and ends there
         (Round(2, (5, 6, 7), hidden), [1, 1, 1], [0, 0, 0]),  # all accepted
         (Round(2, (5, 0, 7), hidden), [1, 1, 0], [0, 1, 1]),
-        (Round(2, (0, 6, 7), hidden), [1, 0, 0], [1, 1, 1]),  # what agrees by chance behind it is not accepted
-        (Round(5, (8, 9, 4), hidden), [1, 1, 0], [0, 0, 0]),  # the draft behind the end was never verified
+        (Round(2, (0, 6, 7), hidden), [1, 0, 0], [1, 1, 1]),  # what agrees by chance after it is not accepted
+        (Round(5, (8, 9, 4), hidden), [1, 1, 0], [0, 0, 0]),  # the draft after the end was never verified
         (Round(5, (8, 4, 4), hidden), [1, 1, 0], [0, 1, 1]),
         (Round(5, (8, 9), hidden), [1, 1, 0], [0, 0, 0]),  # cut by the end of the generation
         (Round(6, (4,), hidden), [1, 0, 0], [1, 0, 0]),
@@ -93,7 +93,7 @@ def test_slots_of_both_streams():
 
 @pytest.mark.parametrize("draft_vocab", [None, 30])
 def test_loss_is_the_method(monkeypatch, draft_vocab):
-    """Guards both streams by plain loops: which way each divergence goes, behind which prefix, and its weight; and
+    """Guards both streams by plain loops: which way each divergence goes, after which prefix, and its weight; and
     what the second one adds when it is on."""
     target = deep_target()
     head = drafter_for(target, draft_vocab=draft_vocab)

@@ -78,7 +78,7 @@ def test_sampled_outputs_are_distributed_as_the_target(sampling, draft_vocab, st
 
 
 def test_a_chain_is_one_pass_of_the_target():
-    """Guards against a chain that reads the target's weights once a token, which no clock on tiny models would show."""
+    """Guards against a chain that reads the target's weights once per token, which no clock on tiny models shows."""
     target = tiny_target("llama")
     prompt = random_prompt(4)
     sequence = prompt + hf_greedy(tiny_model("llama"), prompt, TOKENS)
@@ -191,7 +191,7 @@ def test_loss_is_the_method(draft_vocab):
         rows = reference_rows(head, target, ids[batch, :length].tolist(), 3)
         for step in range(3):
             for row, output in rows[step].items():
-                asked = row + step + 1  # predicts the token behind this one
+                asked = row + step + 1  # predicts the token after this one
                 if asked + 1 >= length or labels[batch, asked + 1] < 0:
                     continue
                 supervised += step == 0

@@ -23,7 +23,7 @@ from timeline import DRAFT, VERIFY
 CPU = torch.device("cpu")
 TOKENS = 6
 TIMES = ["--emulate_stage_ms", "30", "--emulate_head_ms", "12", "--emulate_verify_ms", "6"]
-TOKEN_SECONDS = 0.04 + 0.006  # of the target alone: stages 1;3, 10 ms a layer
+TOKEN_SECONDS = 0.04 + 0.006  # of the target alone: stages 1;3, 10 ms per layer
 
 
 @pytest.fixture(scope="module")

@@ -45,7 +45,7 @@ class Watcher:
 
 
 def decoded_with_flushed(target, head, sizes, prompt, count, right):
-    """A decode: the text, its flags, and for each rejected draft its position and the calls behind it."""
+    """A decode: the text, its flags, and for each rejected draft its position and the calls after it."""
     decoder = spd_decoder(target, head)
     sequence = [*prompt, *Decoder(decoder.executor).generate(prompt, count).tokens]
     watcher = decoder.drafter = Watcher(decoder.drafter, [*sequence, *[-1] * len(sizes)], right)
@@ -87,7 +87,7 @@ def case(request):
 
 
 def test_flushed_drafts_are_those_of_decoding(case):
-    """Guards rows, fills, branch tokens and weights of flushed drafts: what the decode loop drafted behind each
+    """Guards rows, fills, branch tokens and weights of flushed drafts: what the decode loop drafted after each
     rejected draft and threw away, and what the target says there in a plain pass over text and branch."""
     target, head, sizes, runs, rejections, branches = case
     n, compared = len(sizes), 0
@@ -143,7 +143,7 @@ def test_few_rejections_stand_for_all():
 
 
 def test_rejected_drafts_of_sampling():
-    """Guards what is behind a rejection at T > 0: the draft that was rejected has more probability than the target
+    """Guards what is after a rejection at T > 0: the draft that was rejected has more probability than the target
     gives it, and is drawn in proportion to the excess."""
     target = tiny_target("llama", vocab_size=6)
     head = tiny_head(target, (2, 2), draft_vocab=4)

@@ -35,7 +35,7 @@ def test_authors_generations():
     for entry in entries:
         expected = entry["k1_use_deepest_True"]
         if expected["ids"][0] in target.eos_token_ids:
-            continue  # the authors' loop runs on behind an end token from the prefill
+            continue  # the authors' loop runs on after an end token from the prefill
         plain = Decoder(LocalExecutor(target, (target.num_layers,)), eos_token_ids=target.eos_token_ids)
         assert plain.generate(entry["prompt"], len(expected["ids"])).tokens == entry["autoregressive"]
         decoder = spd_decoder(target, head, use_deepest=True, eos_token_ids=target.eos_token_ids)

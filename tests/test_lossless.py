@@ -39,7 +39,7 @@ def models(family, tied=False):
 
 @lru_cache
 def reference(family, tied, prompt_length, count=TOKENS):
-    """A prompt, and it with what the library generates behind it."""
+    """A prompt, and it with what the library generates after it."""
     prompt = random_prompt(prompt_length, seed=prompt_length)
     return prompt, prompt + hf_greedy(models(family, tied)[1], prompt, count)
 
@@ -222,7 +222,7 @@ def test_every_pattern_of_right_and_wrong_drafts(family, num_stages, lag):
     target, _ = models(family)
     sizes = {2: (2, 2), 3: (1, 2, 1)}[num_stages]
     window = num_stages + 2
-    count = 1 + window + num_stages  # the pipeline is full again behind the window, or empties
+    count = 1 + window + num_stages  # the pipeline is full again after the window, or empties
     prompt, sequence = reference(family, False, 5)
     for pattern in itertools.product([True, False], repeat=window):
         right = (True, *pattern, *[True] * num_stages)
@@ -239,7 +239,7 @@ def test_fill_of_every_draft(lag):
     """Guards against alpha by fill that counts a draft under another number of tokens in flight than it was made with.
 
     Three stages, the prefill's token, five right drafts and a wrong one: the drafts are made with 1, 2, 3, 3, 3, 3
-    tokens in flight; behind the correction it starts over with 1.
+    tokens in flight; after the correction it starts over with 1.
     """
     target, _ = models("llama")
     prompt, sequence = reference("llama", False, 5)
@@ -285,7 +285,7 @@ def first_seen(tokens, low):
 @pytest.mark.parametrize("family", ["llama", "qwen3_5"])
 @pytest.mark.parametrize(("width", "lag"), [(1, 0), (1, 1), (4, 0), (4, 1)])
 def test_stops_at_the_first_end_token(family, width, lag):
-    """Guards against returning, verifying or counting what was in flight behind an end token, and against knowing
+    """Guards against returning, verifying or counting what was in flight after an end token, and against knowing
     only one of several end tokens."""
     target, model = models(family)
     prompt, sequence = reference(family, False, 9)
@@ -305,7 +305,7 @@ def test_stops_at_the_first_end_token(family, width, lag):
 
 
 def test_end_token_from_the_prefill():
-    """Guards against decoding on behind an end token that no cycle produced."""
+    """Guards against decoding on after an end token that no cycle produced."""
     target, _ = models("llama")
     prompt, sequence = reference("llama", False, 9)
     head = tiny_head(target, (2, 2))
@@ -396,7 +396,7 @@ def test_streamed_events_are_the_result():
     assert events[0] == TokenEvent(sequence[len(prompt)], len(prompt), True, 0)
     assert [event.position for event in events] == list(range(len(prompt), len(prompt) + TOKENS))
     assert [event.accepted for event in events] == result.accepted
-    assert len({event.cycle for event in events}) == TOKENS  # at most one a cycle
+    assert len({event.cycle for event in events}) == TOKENS  # at most one per cycle
     assert events[-1].cycle == result.cycles
     assert 0 < result.alpha < 1
 

@@ -167,7 +167,7 @@ def test_end_token_of_the_prefill_gives_no_metrics():
 @pytest.mark.parametrize("end", [2, 7, 8, 9])
 @pytest.mark.parametrize("width", [1, 3])
 def test_an_end_token_in_the_window_is_not_over_counted(end, width):
-    """Guards against counting the drafts behind the end token, which were in flight but never verified."""
+    """Guards against counting the drafts after the end token, which were in flight but never verified."""
     target, prompt = tiny_target("llama"), random_prompt(5)
     tokens = hf_greedy(target.model, prompt, 40)
     end = next(index for index in range(end, 40) if tokens[index] not in tokens[:index])

@@ -556,7 +556,7 @@ def prefill(executor, prompt):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_stages_compute_what_the_whole_model_computes(family):
-    """Guards against a wrong cut, and against anchors taken at another layer or behind the final norm."""
+    """Guards against a wrong cut, and against anchors taken at another layer or after the final norm."""
     target, plain = tiny_target(family), tiny_model(family)
     for length in (1, 2, 9):
         prompt = random_prompt(length)
@@ -661,7 +661,7 @@ def test_last_layer_computes_only_what_is_asked(masked):
     """Guards against the shortcut of the last layer taking the wrong rows, positions or mask rows."""
     _, head, rows, rope = head_inputs("qwen3_5")
     mask = None
-    if masked:  # rows 2 .. 5 are two chains of two behind rows 0 and 1
+    if masked:  # rows 2 .. 5 are two chains of two after rows 0 and 1
         mask = causal_mask(6, 0, CPU)
         mask[3, 2] = mask[4, 3] = mask[5, 2] = mask[5, 4] = False
     every = run_rows(head, rows, rope, slice(None), cache=HeadCache(head, 6), mask=mask, outputs=6)

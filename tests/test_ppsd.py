@@ -18,7 +18,7 @@ TOKENS = 18
 
 
 def training_logits(head, target, tokens):
-    """The training forward's draft logits behind the last token of a text."""
+    """The training forward's draft logits after the last token of a text."""
     ids = torch.tensor([tokens])
     features, _ = teacher_features(target, ids, torch.ones_like(ids), head.config.anchors)
     row = causal_outputs(head, target, features[:, :, 1], (torch.tensor([0]), torch.tensor([len(tokens) - 1])))

@@ -48,7 +48,7 @@ def target_of(family, attention="sdpa", **fields):
 
 @lru_cache
 def reference(family, length, **fields):
-    """A prompt, and it with what the library generates behind it: other tokens than without the window."""
+    """A prompt, and it with what the library generates after it: other tokens than without the window."""
     prompt = random_prompt(length, seed=length)
     expected = hf_greedy(tiny_model(family, **fields), prompt, TOKENS)
     assert expected != hf_greedy(tiny_model(family, sliding_window=1000), prompt, TOKENS)

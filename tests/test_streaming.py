@@ -86,7 +86,7 @@ def test_half_a_character_at_the_end_is_shown_there(make):
 
 
 def test_blanks_and_special_tokens():
-    """Guards against a blank that is lost behind a special token or at a token's border, and special tokens as text."""
+    """Guards against a blank that is lost after a special token or at a token's border, and special tokens as text."""
     assert streamed(words(), [3, 0, 1, 3, 3, 2, 1, 3]) == ["", "a", " b", "", "", "c", " b", "", ""]
     tokenizer = byte_fallback()
     tokens = [256, 259, 258, 261, 259, 257, 0xE2, 0x82, 0xAC, 256]

@@ -177,7 +177,7 @@ def test_resume_is_exact(work, tmp_path, optimizer):
     """Guards resuming: a run continued in its second epoch, amid a log interval, ends bit for bit like one that never
     stopped, log included (optimiser state, data position, draws, counters, window of the log)."""
     settings = ["--optimizer", optimizer, "--epochs", 2, "--log_interval", 3, "--eval_interval", 8]
-    settings += ["--gradient_accumulation_steps", 3]  # 54 examples, 6 a step: 18 steps
+    settings += ["--gradient_accumulation_steps", 3]  # 54 examples, 6 per step: 18 steps
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     assert run(work, whole, *settings, "--save_interval", 11, "--keep_checkpoints", 5) == 0
     assert [path.name for path in list_checkpoints(whole)] == ["checkpoint-11", "checkpoint-18"]
@@ -460,7 +460,7 @@ def test_data_order_covers_epochs_in_any_grouping():
     step k whether 1 or 4 processes share it."""
     lengths = np.random.default_rng(0).integers(1, 50, size=37)
     order = DataOrder(lengths, batch_size=2, micro_batches=4, seed=5)
-    assert order.steps(2) == 10  # 74 examples, 8 a step
+    assert order.steps(2) == 10  # 74 examples, 8 per step
     seen = [np.concatenate(order.step(step)) for step in range(10)]
     counts = np.bincount(np.concatenate(seen), minlength=37)
     assert set(counts) == {2, 3}  # 80 - 74 from the third epoch

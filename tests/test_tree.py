@@ -40,9 +40,9 @@ def reference(family, layers=4, count=24, seed=0):
 
 @torch.no_grad()
 def plain_draft_logits(target, head, sizes, tokens, completed, use_deepest):
-    """method.md section 5 without any cache: draft logits behind the last of `tokens`, [V_d].
+    """method.md section 5 without any cache: draft logits after the last of `tokens`, [V_d].
 
-    One row a token, all computed from scratch: a token at distance x behind the newest has the type of depth
+    One row per token, all computed from scratch: a token at distance x after the newest has the type of depth
     min(n, x); with `use_deepest` the first `completed` tokens, which had left the last stage before this cycle, have
     the deepest type. The newest one is always g_0, the type the head was trained to draft from.
     """
@@ -66,7 +66,7 @@ def plain_draft_logits(target, head, sizes, tokens, completed, use_deepest):
 
 
 def chain_of(node, root):
-    """The candidates from behind the root to a node, oldest first."""
+    """The candidates from after the root to a node, oldest first."""
     chain = []
     while node is not root:
         chain.append(node)
@@ -233,7 +233,7 @@ def test_second_choices_are_worth_a_tree(lag):
 
     def choose(sequence, path):
         if not on_track(sequence, path):
-            return {}  # no preference at all behind a wrong token
+            return {}  # no preference at all after a wrong token
         return {wrong(sequence, path): 0.2, sequence[len(path)]: 0.0}
 
     chain = scripted(choose, draft_top_k=1, verify_lag=lag)
@@ -269,7 +269,7 @@ def test_wider_trees_need_fewer_cycles():
 
 
 def two_chains(sequence, path):
-    """Every other token is sure. The one behind it is open, with the wrong one ahead, and surely continued."""
+    """Every other token is sure. The one after it is open, with the wrong one ahead, and surely continued."""
     right = sequence[len(path)]
     if on_track(sequence, path):
         return {wrong(sequence, path): 0.2, right: 0.0} if len(path) % 2 else {right: 9.0}
@@ -299,7 +299,7 @@ def test_all_chains_that_agree_live_on(monkeypatch):
 
 def dead_end(special, offers_right):
     """Sure and right, but for position `special`: there A is ahead of B, two good continuations of A crowd B's out,
-    and the target says B. The position behind `special` is drafted wrong."""
+    and the target says B. The position after `special` is drafted wrong."""
 
     def choose(sequence, path):
         right = sequence[len(path)]
@@ -332,8 +332,8 @@ def test_dead_end_is_kept_and_can_be_confirmed():
 def test_fill_of_drafts_behind_a_dead_end(lag):
     """Guards against counting a draft under the wrong fill where the newest token is not at depth 0.
 
-    Tokens 1 to 7 of the case above are drafted with 1, 2, 3, 3, 1, 1, 2 tokens in flight: behind the dead end, token 4,
-    and behind the correction, token 5, there is one.
+    Tokens 1 to 7 of the case above are drafted with 1, 2, 3, 3, 1, 1, 2 tokens in flight: after the dead end, token 4,
+    and after the correction, token 5, there is one.
     """
     run = scripted(dead_end(len(PROMPT) + 4, offers_right=True), draft_top_k=2, count=8, verify_lag=lag)
     assert run.accepted == [True] * 5 + [False, True, True]

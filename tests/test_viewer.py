@@ -104,7 +104,7 @@ def shown(both, prompt="x"):
 def test_a_staircase_by_hand():
     """Guards against tokens that stay a cycle too long after a rejection, or stages that are mixed up.
 
-    Two stages. The prompt gives a; b and c are drafted behind it; the target wants x in the place of b.
+    Two stages. The prompt gives a; b and c are drafted after it; the target wants x in the place of b.
     """
     a, b, c = Token(1, 5, None, entered=0), Token(2, 6, 0, drafted=0, entered=1), Token(3, 7, 1, drafted=1)
     x = Token(9, 6, 0, entered=2)

@@ -189,7 +189,7 @@ def replayed_step(step: Callable, device: torch.device) -> Callable:
 
 
 class ScriptedDrafter:
-    """Drafts what a function says: `choose(path) -> ids, best first`, for the token behind the chain `path`.
+    """Drafts what a function says: `choose(path) -> ids, best first`, for the token after the chain `path`.
 
     The path is the whole sequence so far, prompt included, with this frontier node's own chain at its end. Instead of
     ids, which get logits 0, -1, -2 and so on, the function can return a mapping of ids to logits.

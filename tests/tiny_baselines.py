@@ -76,7 +76,7 @@ class ShadowedDrafter:
         self._drafter.start(plan, features, path)
 
     def enter(self, nodes, h0) -> None:
-        self._text[nodes[0].position :] = [nodes[0].token]  # what stood there and behind was rejected
+        self._text[nodes[0].position :] = [nodes[0].token]  # what stood there and after was rejected
         self._drafter.enter(nodes, h0)
 
     def observe(self, captured) -> None:

@@ -174,7 +174,7 @@ class ChatFormat:
     def render_as_written(
         self, messages: Sequence[Message], setting: Setting, finished: bool
     ) -> tuple[str, list[Span]]:
-        """The same for a last reply that stands in the text as the target wrote it, behind the prompt that it saw.
+        """The same for a last reply that stands in the text as the target wrote it, after the prompt that it saw.
 
         Without `finished` it was cut off, and no end of turn comes after it.
         """
@@ -251,7 +251,7 @@ class ChatFormat:
         return prompt[len(without) :] if prompt.startswith(without) else ""
 
     def _end_of_turn(self, reply: Message) -> str:
-        """The special token, with blanks before it, that the template writes behind a reply; "" when there is none."""
+        """The special token, with blanks before it, that the template writes after a reply; "" when there is none."""
         messages = [{"role": "user", "content": "?"}, reply]
         tail = self.skeleton(shape_of(messages, False), Setting(thinking=self.enable_thinking)).tail
         tokens = {str(token) for token in self.tokenizer.added_tokens_decoder.values()}
@@ -265,11 +265,11 @@ class ChatFormat:
 
     @cached_property
     def end_of_call(self) -> str:
-        """The special token behind a turn that calls a function; "" when there is none."""
+        """The special token after a turn that calls a function; "" when there is none."""
         return self._end_of_turn({"role": "assistant", "content": "", "tool_calls": [tool_call("f")]})
 
     def _past_end_of_turn(self, text: str, end: int) -> int:
-        """`end`, moved behind the end-of-turn token when that comes next."""
+        """`end`, moved after the end-of-turn token when that comes next."""
         return end + len(self.end_of_turn) if text.startswith(self.end_of_turn, end) else end
 
     # Spans
@@ -328,7 +328,7 @@ class ChatFormat:
         return (len(before) if found < 0 else found + len(self.generation_prompt)), ""
 
     def _prompt_end(self, shape: Shape, before: Slot | None, setting: Setting) -> str | None:
-        """What a prompt of this shape has behind the text in slot `before`; None where it ends with another text."""
+        """What a prompt of this shape has after the text in slot `before`; None where it ends with another text."""
         try:
             skeleton = self.skeleton(shape, Setting(setting.tools, setting.thinking, prompt=True))
         except (TemplateError, TypeError):

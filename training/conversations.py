@@ -39,9 +39,9 @@ run as long as one usable conversation remains:
 What is supervised. The rendered conversation is tokenised once, exactly as `apply_chat_template` does it: the template
 writes every special token, the tokenizer adds none, so BOS is never doubled. Labels are set where the assistant writes:
 from the end of the prompt (all that decoding puts in front of a reply) through the end-of-turn token, thinking blocks
-and calls of tools included. The line break that many templates put behind the end-of-turn token is never generated and
+and calls of tools included. The line break that many templates put after the end-of-turn token is never generated and
 not supervised. A reply that was cut off (thinking without an end, or `finish` is "length"), and every answer that
-training/generate_answers.py wrote, stands behind the prompt as the target wrote it; one that was cut off has no end of
+training/generate_answers.py wrote, stands after the prompt as the target wrote it; one that was cut off has no end of
 turn. A reply that thinks was written with thinking on; for others `enable_thinking` says.
 """
 
@@ -513,7 +513,7 @@ class ConversationData:
 
     Columns: `input_ids` [S]; `labels` [S], where label t is the token at t or -100 for not supervised (the shift by one
     happens in the loss); `example_id`, `file:record` counted from 0 (in jsonl files: the line, counted from 1), and
-    after a split `#piece` behind it; `temperature` at which the target wrote the text, null where that is not known.
+    after a split `#piece` at its end; `temperature` at which the target wrote the text, null where that is not known.
     """
 
     train: datasets.Dataset

@@ -1,4 +1,4 @@
-"""Drafts that decoding throws away: those behind a rejected one (method.md section 11.4, `flushed`).
+"""Drafts that decoding throws away: those after a rejected one (method.md section 11.4, `flushed`).
 
 That a draft is wrong is known n cycles after it was made. Meanwhile the pipeline has drafted n - 1 times more, each
 time from the branch that began with it:
@@ -58,7 +58,7 @@ class Rejections:
         return Rejections(*(getattr(self, field.name)[chosen] for field in fields(self)))
 
     def branch_events(self, steps: Sequence[int], num_stages: int) -> Trace:
-        """Drafts of each branch as events of a batch of K texts; the first draft behind a rejected one is step 1."""
+        """Drafts of each branch as events of a batch of K texts; the first draft after a rejected one is step 1."""
         steps, count = np.array(steps), len(self.positions)
         fills = np.minimum(num_stages, self.fills[:, None] + steps)
         rejected = np.zeros(fills.size, dtype=bool)
@@ -69,7 +69,7 @@ class Rejections:
 
 @dataclass(frozen=True)
 class Branches:
-    """The texts up to K rejected drafts, then what the head drafted: n - 1 tokens, each with a draft behind it."""
+    """The texts up to K rejected drafts, then what the head drafted: n - 1 tokens, each with a draft after it."""
 
     features: Tensor  # [K, S, m, H]
     lengths: np.ndarray  # [K]
@@ -88,7 +88,7 @@ def follow(
     drafted: Tensor,
     random: np.random.Generator,
 ) -> Branches:
-    """What decoding does behind rejected drafts, whose tokens are `drafted` [K].
+    """What decoding does after rejected drafts, whose tokens are `drafted` [K].
 
     teacher as `training_loss` takes it, with `input_ids` [B, S].
     """

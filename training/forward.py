@@ -61,7 +61,7 @@ FLEX_BLOCK = 128  # rows and columns of FlexAttention's blocks; sequences are pa
 
 @lru_cache(maxsize=256)
 def _staircase_blocks(kinds: tuple[int, ...], seen: tuple[int, ...], length: int, device: torch.device) -> BlockMask:
-    """FlexAttention's mask of one type's rows over the keys of all types, one type behind the other.
+    """FlexAttention's mask of one type's rows over the keys of all types, one type after the other.
 
     length: of each of them, a multiple of FLEX_BLOCK. Only blocks are looked at, never all pairs of rows.
     """
@@ -110,7 +110,7 @@ def flex_staircase_attention(
 ) -> Tensor:
     """`staircase_attention` by FlexAttention: one kernel that skips the blocks of keys no query sees.
 
-    CUDA only: on a CPU it has no backward. It is compiled for each padded length; behind the end stand rows that no
+    CUDA only: on a CPU it has no backward. It is compiled for each padded length; after the end stand rows that no
     real one sees.
     """
     if not seen:  # plain causal attention over the deepest type, which SDPA gives to FlashAttention

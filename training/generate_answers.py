@@ -6,8 +6,8 @@
 
 A head decodes text that its target writes, so that is the text to learn from; mixed with other text it also sees what
 the target would not have said. A line holds `id` (the prompt's record), `temperature`, `finish` ("eos" or "length"),
-`messages` and `enable_thinking`: training puts the answer behind the prompt that the target saw, and an end of turn
-behind an answer that was not cut off. The file grows by whole batches; what batch i holds follows from the arguments
+`messages` and `enable_thinking`: training puts the answer after the prompt that the target saw, and an end of turn
+after an answer that was not cut off. The file grows by whole batches; what batch i holds follows from the arguments
 alone, so a run that was killed is started again with the same command and goes on where it stopped, to the same file.
 At a temperature, an answer follows from `--seed` and its prompt: other prompts or a batch of another size do not change
 it, but for rounding.

@@ -19,7 +19,7 @@ def check_base_layers(base_layers: Sequence[int], num_spec_layers: int, target_c
     if len(base_layers) != num_spec_layers:
         raise ValueError(
             f"spec_init_from_base_layers lists {len(base_layers)} layers, but num_spec_layers is {num_spec_layers}: "
-            "give one a speculation layer"
+            "give one per speculation layer"
         )
     for number in base_layers:
         integer("an entry of spec_init_from_base_layers", number, 0, target_config.num_hidden_layers - 1)

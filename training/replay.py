@@ -4,7 +4,7 @@ A draft event (t, F) is a draft that decoding verifies: token t is the newest, F
 Given a text and, for each of its tokens, whether the draft of it was accepted, all events follow (`fills_of`), and the
 head's rows of every event are computed in ONE pass, row for row as the decode loop computes them (`packed_rows`):
 
-    D rows   one a token, of the deepest type: what the head's cache keeps for good
+    D rows   one per token, of the deepest type: what the head's cache keeps for good
     E rows   for each event F rows, of the tokens t-F+1 .. t at their true depths F-1 .. 0; nobody else sees them
 
     text          1   2   3   4   5        D row T sees the D rows up to T

@@ -190,7 +190,7 @@ class Replay:
         outputs: Tensor,
         random: np.random.Generator,
     ) -> TrainingLoss | None:
-        """The loss of drafts behind some rejected ones; None where nothing was rejected. outputs [E, H] of the head."""
+        """The loss of drafts after some rejected ones; None where nothing was rejected. outputs [E, H] of the head."""
         head, target, labels = self.head, self.target, teacher["labels"]
         temperatures = self.temperatures(teacher, trace)
         rejections, events = Rejections.drawn(trace, temperatures, self.settings.flushed, random)

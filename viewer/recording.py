@@ -49,7 +49,7 @@ class Draft:
 
 
 class Recorder:
-    """Notes what a generation does. Its lists have an entry a cycle, but for `emitted`, which has one a token."""
+    """Notes what a generation does. Its lists have an entry per cycle, but for `emitted`, which has one per token."""
 
     def __init__(self):
         self.entered: list[list[Node]] = []  # into stage 0
@@ -127,7 +127,7 @@ def _probability(node: Node, recorder: Recorder) -> float | None:
 def set_fates(tokens: Sequence[Token], emitted: Sequence[tuple[int, int]], accepted: Sequence[bool]) -> None:
     """Say of every token what became of it, and when it died.
 
-    emitted: number and cycle of each emitted token, one a position; accepted: a flag for each. A token dies with the
+    emitted: number and cycle of each emitted token, one per position; accepted: a flag for each. A token dies with the
     first verdict that puts another token at its own position, or at that of a token that it continues.
     """
     verdicts = {tokens[number].position: (number, cycle) for number, cycle in emitted}

@@ -346,7 +346,7 @@ class SPDDrafter:
         self._row_types = [None] * plan.nodes
         for node in path:
             self._features[node.id] = features[node.position - kept]
-        # Behind the first generated token, at distance 1, stands the last token of the prompt.
+        # The last token of the prompt stands at distance 1 when the first generated one is the newest.
         staying = prompt_length if self.use_deepest else max(0, prompt_length - self._num_stages + 1)
         for begin in range(kept, staying, self.PREFILL_CHUNK):
             part = slice(begin, min(begin + self.PREFILL_CHUNK, staying))

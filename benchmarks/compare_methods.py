@@ -25,7 +25,7 @@ from baselines.registry import METHODS
 from benchmarks.commands import Command, as_flags, layers_read, run_all
 from benchmarks.comparison_report import PLOT, Results, plot, report
 from evaluation.files import read_runs
-from loading.flags import COUNT, NATURAL, POSITIVE
+from loading.flags import COUNT, NATURAL, POSITIVE, add_compile_flag
 from script_utils import (
     Parser,
     atomic_open,
@@ -85,6 +85,7 @@ def build_parser() -> Parser:
     prompts.add_argument("--max_new_tokens", type=COUNT, default=128, help="new tokens at most")
     prompts.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0], help="a table each")
     prompts.add_argument("--gpus", nargs="+", default=["auto"], help="as in eval.py")
+    add_compile_flag(prompts)
     parser.add_argument("--seed", type=NATURAL, default=0, help="of training and evaluation")
     return parser
 
@@ -166,7 +167,8 @@ def evaluation_commands(args: argparse.Namespace, drafters: Sequence[str]) -> li
         heads = [str(args.work_dir / name) for name in drafters if name.split("-")[0].split("_")[0] == method]
         if heads or METHODS[method].config_class is None:
             heads = ["--spec_head_ckpt", *heads] if heads else []
-            commands.append(Command("eval.py", evaluation, ["--method", method, *heads, *flags, *shared]))
+            compiled = ["--compile"] if args.compile and METHODS[method].compiles else []
+            commands.append(Command("eval.py", evaluation, ["--method", method, *heads, *flags, *shared, *compiled]))
     return commands
 
 

@@ -82,10 +82,10 @@ def recipe_of(summary: Summary) -> str:
 
 
 def short_name(summary: Summary) -> str:
-    """A run's label without its head and temperature, which stand elsewhere: "SPD replay, n = 6, W = 1"."""
+    """A run's label without its head, temperature and compilation: "SPD replay, n = 6, W = 1"."""
     _, *axes, _ = summary["settings"]["label"].split(", ")
     title = METHODS[summary["settings"]["method"]].title
-    return ", ".join([f"{title} {recipe_of(summary)}".strip(), *axes])
+    return ", ".join([f"{title} {recipe_of(summary)}".strip(), *(axis for axis in axes if axis != "compiled")])
 
 
 class Results:
@@ -239,9 +239,11 @@ def report(results: Results, commit: str, training: str, notes: str, commands: S
     """The whole text; `training` says how much, `notes` is what a person adds, `commands` are what was run."""
     settings = results.summaries[0]["settings"]
     prompts = ", ".join(f"{found['prompts']} of {name}" for name, found in settings["prompts"].items())
+    compiled = any(run["settings"].get("compile") for run in results.summaries)
+    layers = ", compiled layers (not of prompt lookup and its baseline)" if compiled else ""
     card = (
-        f"{settings['target']}, {settings['dtype']}, {settings['device']}; torch {settings['torch']}, transformers "
-        f"{settings['transformers']}; commit {commit}; {datetime.datetime.now(datetime.UTC).date()}. "
+        f"{settings['target']}, {settings['dtype']}, {settings['device']}{layers}; torch {settings['torch']}, "
+        f"transformers {settings['transformers']}; commit {commit}; {datetime.datetime.now(datetime.UTC).date()}. "
         f"Prompts: {prompts}; at most {settings['max_new_tokens']} new tokens. Training of each drafter: {training}."
     )
     sections = ["# Benchmark results", INTRODUCTION, card]

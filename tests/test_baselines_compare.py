@@ -92,6 +92,16 @@ def test_one_pass_of_the_target_serves_all_drafters(files, tmp_path, monkeypatch
     assert [command.module.main(command.arguments) for command in others] == [0] * 6
 
 
+def test_what_cannot_be_compiled_is_not(files, tmp_path):
+    """Guards --compile: it reaches every method but the one that runs the library's loop, which would refuse it."""
+    flags = ["--work_dir", tmp_path, "--data_path", files / "data.jsonl", "--compile"]
+    args = compare_methods.build_parser().parse_args(list(map(str, flags)))
+    commands = compare_methods.evaluation_commands(args, ["eagle3", "ppsd-n3", "dflash-b8", "spd-n3", "spd_replay-n3"])
+    compiled = {command.flags[1]: "--compile" in command.flags for command in commands}
+    assert compiled.pop("prompt_lookup") is False
+    assert compiled == dict.fromkeys(["autoregressive", "eagle3", "dflash", "ppsd", "spd"], True)
+
+
 def test_nothing_to_report_is_one_line(files, tmp_path):
     """Guards against an empty report, and hours of work before a missing file is noticed."""
     with pytest.raises(ValueError, match="has no summaries: run without --report_only"):
@@ -184,7 +194,7 @@ def test_ways_of_training_are_told_apart():
         summary("spd", "SPD x, n = 3, W = 1", value, stages=3, recipe=recipe)
         for value, recipe in ((2.0, ""), (2.2, "_replay"))
     )
-    learned["settings"]["label"] = "SPD y, n = 3, W = 1, T = 0"
+    learned["settings"]["label"] = "SPD y, n = 3, W = 1, compiled, T = 0"
     found = Results([learned, plain], {}, {})
     assert [short_name(run) for run in found.summaries] == ["SPD, n = 3, W = 1", "SPD replay, n = 3, W = 1"]
     (claim,) = (claim for claim in claims(found, 0.0) if "learning" in claim.text)

@@ -32,6 +32,7 @@ from pipeline_model import (
 )
 from training.gemm_bound import gemm_rate, operations_per_token
 from training.loss import first_best
+from training.written_features import Recording
 
 MEASURE_EVERY = 5.0  # seconds of writing between two measurements of the machine's rate
 PAD = 0  # any id of the target's will do, as padding is masked: a tokenizer's own may be missing
@@ -104,10 +105,16 @@ class Moves(NamedTuple):
 
 
 class Batch:
-    """Prompts, side by side, and what the target makes of them; `step` is one new token for each that has not ended."""
+    """Prompts, side by side, and what the target makes of them; `step` is one new token for each that has not ended.
 
-    def __init__(self, target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int):
-        self.target, self.device = target, target.device
+    layers: the b of the h_b, 1 .. L, that the newest slots leave in `states` [rows, slots, K, H].
+    """
+
+    def __init__(
+        self, target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int, layers: Sequence[int] = ()
+    ):
+        self.target, self.device, self._layers = target, target.device, layers
+        self.states: Tensor | None = None
         self.length = max(map(len, prompts))  # slots that are filled
         self._cache = RowsCache(target, len(prompts), self.length + max_new_tokens)
         padding = [self.length - len(prompt) for prompt in prompts]
@@ -166,7 +173,10 @@ class Batch:
         """`run`, of the last of some slots."""
         self._cache.enter(slots)
         layers, embedded = range(self.target.num_layers), self.target.embed(ids)
-        hidden, captured = self.target.run_layers(layers, embedded, slots, masks, anchors, self._cache)
+        asked = {*anchors, *self._layers}
+        hidden, captured = self.target.run_layers(layers, embedded, slots, masks, asked, self._cache)
+        if self._layers:
+            self.states = torch.stack([captured[b] for b in self._layers], dim=2)
         captured[0] = embedded
         return hidden[:, -1], torch.stack([captured[b][:, -1] for b in anchors], dim=1) if anchors else None
 
@@ -179,21 +189,26 @@ def generate_batch(
     end: Collection[int] = (),
     sampling: Sampling | None = None,
     seed: int = 0,
+    recording: Recording | None = None,
 ) -> list[list[int]]:
     """New tokens of each prompt: `max_new_tokens`, or fewer up to and with an end token.
 
     sampling: greedy if None. A prompt's draws follow from `seed` and its ids, whatever else is in the batch.
+    recording: takes in the hidden states of its layers.
     """
     sampling = sampling or Sampling()
     written: list[list[int]] = [[] for _ in prompts]
     draws = None if sampling.greedy else uniform_draws(prompts, max_new_tokens, seed).to(target.device)
-    batch, rows = Batch(target, prompts, max_new_tokens), list(range(len(prompts)))  # the prompt of each row
+    batch = Batch(target, prompts, max_new_tokens, () if recording is None else recording.layers)
+    rows = list(range(len(prompts)))  # the prompt of each row
+    if recording is not None:
+        recording.begin(prompts, batch.length + max_new_tokens, target.config.hidden_size)
     logits = batch.prefill()
     for count in range(1, max_new_tokens + 1):
-        if draws is None:
-            tokens = first_best(logits)
-        else:
-            tokens = draw_rows(sampling.probabilities(logits), draws[rows, count - 1])
+        best = first_best(logits) if draws is None or recording is not None else None
+        if recording is not None:
+            recording.add(rows, batch.states, best)
+        tokens = best if draws is None else draw_rows(sampling.probabilities(logits), draws[rows, count - 1])
         new = tokens.tolist()
         for row, token in zip(rows, new, strict=True):
             written[row].append(token)

@@ -2,9 +2,10 @@
 
 The target's pass is most of a training step, and gives the same states every time it sees an example. A `FeatureCache`
 keeps them: per token, h_b of every anchor b but 0 (the embedding, looked up again) and h_L, in bfloat16, and the
-target's argmax; 5.8 kB a token for a 135M target with five anchors. Examples are added when a step first meets them.
+target's argmax; 5.8 kB per token for a 135M target with five anchors. Examples are added when a step first meets them,
+or taken from the states that the target left while it wrote them (`take_written`).
 All that a step sees has gone through bfloat16, the first time too, so a run does not depend on what was in the cache
-before it.
+before it; but states from writing, one token at a time, are rounded in other places than those of a pass.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ from pipeline_model import Target
 from script_utils import write_json
 from training.forward import teacher_features
 from training.loss import teacher_argmax
+from training.written_features import WrittenFile, WrittenText, written_files
 
 FORMAT = 1  # raise when the files would hold something else
 
@@ -36,6 +38,13 @@ class CachedPass(NamedTuple):
     features: Tensor  # [B, S, m, H] the anchors' hidden states
     hidden: Tensor  # [B, S, H] h_L
     best: Tensor  # [B, S] argmax over the vocabulary; 0 at padding
+
+
+class Wanted(NamedTuple):
+    """An example without states."""
+
+    row: int
+    ids: np.ndarray  # [T] int32, the tokens before its last supervised one: what comes after them is in no loss
 
 
 class FeatureCache:
@@ -69,7 +78,7 @@ class FeatureCache:
         self.offsets = np.concatenate([[0], np.cumsum(lengths)])
         needed = {*self.anchors, *more_anchors, target.num_layers} - {0}
         self.folder = folder
-        self.identity = {"format": FORMAT, "data": _data_hash(rows), "target": _target_hash(target)}
+        self.identity = {"format": FORMAT, "data": _data_hash(rows), "target": target_hash(target)}
         self.kept = self._find_kept(needed)  # the b of the h_b that are stored
         tokens, states = int(self.offsets[-1]), len(self.kept)
         shape = (tokens, states, target.config.hidden_size)
@@ -128,6 +137,28 @@ class FeatureCache:
         maps = [np.memmap(self.folder / name, kind, "r+", shape=shape) for name, (kind, shape) in self._maps.items()]
         self.states, self.best, self.ready = maps
 
+    def find_wanted(self, rows: datasets.Dataset) -> dict[bytes, list[Wanted]]:
+        """The examples of this data set that are not there yet, by their prompts: the ids before any supervised one."""
+        wanted: dict[bytes, list[Wanted]] = {}
+        missing = np.flatnonzero(self.ready == 0)
+        for row, example in zip(missing, rows.select(missing).with_format("numpy"), strict=True):
+            ids, supervised = example["input_ids"].astype(np.int32), np.flatnonzero(example["labels"] >= 0)
+            if supervised.size:
+                wanted.setdefault(ids[: supervised[0]].tobytes(), []).append(Wanted(int(row), ids[: supervised[-1]]))
+        return wanted
+
+    def take(self, text: WrittenText, columns: Sequence[int], wanted: Mapping[bytes, Sequence[Wanted]]) -> int:
+        """Fill in the examples that have this text; columns: where the text has the states kept. Returns how many."""
+        taken = 0
+        for row, ids in wanted.get(text.ids[: text.prompt].tobytes(), ()):
+            if self.ready[row] or not np.array_equal(text.ids[: len(ids)], ids):
+                continue
+            part = slice(begin := int(self.offsets[row]), begin + len(ids))
+            self.states[part], self.best[part] = text.states[: len(ids), columns], text.best[: len(ids)]
+            self.ready[row] = 1
+            taken += 1
+        return taken
+
     @torch.no_grad()
     def load(self, rows: np.ndarray, input_ids: Tensor, attention_mask: Tensor) -> CachedPass:
         """The target's pass over the examples `rows`, right-padded to [B, S]; runs it where one is missing."""
@@ -176,6 +207,30 @@ def open_caches(caches: Sequence[FeatureCache]) -> None:
         cache.open()
 
 
+def take_written(caches: Sequence[tuple[FeatureCache, datasets.Dataset]], data_path: Sequence[str]) -> str:
+    """Examples whose states the target left while it wrote the files of `data_path` go into the caches, opened before.
+
+    Returns a few words on each folder of such states; "" where no example is missing.
+    """
+    wanted = [(cache, cache.find_wanted(rows)) for cache, rows in caches]
+    if not any(found for _, found in wanted):
+        return ""
+    kept, target = caches[0][0].kept, caches[0][0].identity["target"]
+    words = []
+    for folder, files in written_files(data_path).items():
+        taken, problem = 0, None
+        for file in map(WrittenFile, files):
+            if (problem := file.problem(kept, target)) is not None:
+                break
+            columns = [file.layers.index(layer) for layer in kept]
+            for text in file.texts():
+                taken += sum(cache.take(text, columns, found) for cache, found in wanted)
+        words.append(
+            f"{taken:,} examples from {folder.name}" if problem is None else f"{folder.name} {problem}: not used"
+        )
+    return "; ".join(words)
+
+
 def _data_hash(rows: datasets.Dataset) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for batch in rows.select_columns("input_ids").with_format("numpy").iter(batch_size=1024):
@@ -184,7 +239,7 @@ def _data_hash(rows: datasets.Dataset) -> str:
     return digest.hexdigest()
 
 
-def _target_hash(target: Target) -> str:
+def target_hash(target: Target) -> str:
     """Of the start of every weight: any other model, and any further training of this one, shows there."""
     digest = hashlib.blake2b(digest_size=16)
     for name, weight in target.model.state_dict().items():

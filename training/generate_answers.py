@@ -19,7 +19,6 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
@@ -40,6 +39,7 @@ from loading.flags import (
     add_dtype_flag,
     add_sampling_flags,
     fastest_dtype,
+    integers,
     resolve_device,
 )
 from loading.target_config import load_target_config
@@ -63,13 +63,15 @@ from script_utils import (
 from training.batch_generation import Throughput, generate_batch
 from training.chat_format import ChatFormat
 from training.conversations import first_prompt
+from training.feature_cache import target_hash
 from training.sources import Counters, SkipRecord, find_sources, folder_lines, read_all
+from training.written_features import Recording, batch_file, features_folder, write_texts
 
 SORTED_BATCHES = 16  # batches whose prompts are sorted by length together: little padding, still a random order
 # What the lines of the output depend on.
 SETTINGS = ("model_name", "data_path", "temperature", "top_k", "top_p", "max_new_tokens", "max_prompt_tokens")
 SETTINGS += ("max_prompts", "batch_size", "seed", "dtype", "enable_thinking", "chat_template", "no_chat_template")
-SETTINGS += ("leave_out_cut_answers",)
+SETTINGS += ("leave_out_cut_answers", "feature_layers")
 
 
 def build_parser() -> Parser:
@@ -84,6 +86,12 @@ def build_parser() -> Parser:
     data.add_argument("--data_path", required=True, action="append", help="file, folder or hub id:split; repeatable")
     add_template_flags(data)
     data.add_argument("--output", type=Path, required=True, help="jsonl file to write, or to go on with")
+    data.add_argument(
+        "--feature_layers",
+        type=lambda text: list(integers(text)),
+        help="keep the target's hidden states after these layers too, beside the output, so that train.py "
+        "--feature_cache need not run it again: the head's aggr_feature_bound, 5,15,25,29",
+    )
     data.add_argument("--max_prompts", type=COUNT, help="prompts, drawn at random; default: all")
     data.add_argument("--max_prompt_tokens", type=COUNT, default=512, help="longer prompts are left out")
 
@@ -112,6 +120,8 @@ def check(args: argparse.Namespace) -> None:
         check_output_folder("--output", folder)
     else:
         check_output_file("--output", args.output)
+    if args.feature_layers is not None:
+        check_output_folder("--output", features_folder(args.output))
     if args.output.exists() and not args.output.is_file():
         raise ValueError(f"--output {str(args.output)!r} is no regular file: what is there could not be gone on with")
 
@@ -241,27 +251,49 @@ def continuation(tokenizer: PreTrainedTokenizerBase, prompt: list[int], new: lis
 class Writer:
     """Answers batches of prompts with a frozen target, and knows how fast."""
 
-    def __init__(self, args: argparse.Namespace, target: Target, tokenizer: PreTrainedTokenizerBase):
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        target: Target,
+        tokenizer: PreTrainedTokenizerBase,
+        recording: Recording | None,
+    ):
         self.target, self.tokenizer, self.end, self.seed = target, tokenizer, target.eos_token_ids, args.seed
         self.sampling = Sampling(args.temperature, args.top_k, args.top_p)
         self.max_new_tokens = args.max_new_tokens
         self.throughput = Throughput(target)
+        self.recording, self.folder = recording, features_folder(args.output)
+        if recording is not None:
+            self._hash = target_hash(target)
+            self.folder.mkdir(exist_ok=True)
 
-    def answers(self, prompts: list[list[int]]) -> Iterator[tuple[str, str]]:
-        """(text, finish) of each prompt; at a temperature, an answer follows from the seed and its prompt."""
+    def answers(self, prompts: list[list[int]], number: int) -> list[tuple[str, str]]:
+        """(text, finish) of each prompt; at a temperature, an answer follows from the seed and its prompt.
+
+        number: of the batch, for the file of its hidden states, which is there when this returns.
+        """
         begun = time.perf_counter()
-        written = generate_batch(self.target, prompts, self.max_new_tokens, self.end, self.sampling, self.seed)
+        settings = self.max_new_tokens, self.end, self.sampling, self.seed, self.recording
+        written = generate_batch(self.target, prompts, *settings)
+        if self.recording is not None:
+            texts = list(self.recording.texts(written))
+            write_texts(batch_file(self.folder, number), texts, self.recording.layers, self._hash)
         self.throughput.add(prompts, written, time.perf_counter() - begun)
+        answers = []
         for prompt, new in zip(prompts, written, strict=True):
             ended = new[-1] in self.end
-            yield continuation(self.tokenizer, prompt, new[:-1] if ended else new), "eos" if ended else "length"
+            text = continuation(self.tokenizer, prompt, new[:-1] if ended else new)
+            answers.append((text, "eos" if ended else "length"))
+        return answers
 
 
 def main(args: argparse.Namespace) -> None:
     quiet_libraries()
     check(args)
     check_attention_kernels(args.attn_implementation)
-    check_target_weights(args.model_name, load_target_config(args.model_name))
+    config = load_target_config(args.model_name)
+    recording = None if args.feature_layers is None else Recording(args.feature_layers, config.num_hidden_layers)
+    check_target_weights(args.model_name, config)
     args.output.parent.mkdir(exist_ok=True)
     with lock_file("--output", args.output):
         device, tokenizer = resolve_device(args.device), load_tokenizer(args.model_name)
@@ -277,7 +309,7 @@ def main(args: argparse.Namespace) -> None:
                 write_json(args.output.with_suffix(".run.json"), run_record(args))
             else:
                 print(f"going on with batch {done + 1} of {len(batches)}", file=sys.stderr)
-            writer = Writer(args, target, tokenizer)
+            writer = Writer(args, target, tokenizer, recording)
             write_answers(args, writer, prompts, batches, done, size)
             print(writer.throughput)
         print(f"{sum(1 for _ in args.output.open('rb'))} answers in {args.output}")
@@ -296,7 +328,7 @@ def write_answers(
         for number in numbers:
             chosen = [prompts[index] for index in batches[number]]
             lines = []
-            answers = writer.answers([prompt.ids for prompt in chosen])
+            answers = writer.answers([prompt.ids for prompt in chosen], number)
             for prompt, (text, finish) in zip(chosen, answers, strict=True):
                 if finish == "length" and args.leave_out_cut_answers:
                     continue

@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 from tqdm import tqdm
 
 from script_utils import first_line, read_text, text_encoding
+from training.written_features import SUFFIX
 
 CONVERSATION_COLUMNS = ("conversations", "messages")
 SYSTEM_COLUMNS = ("system", "system_prompt", "system_message")
@@ -426,7 +427,9 @@ def list_folder(path: str) -> Folder:
             folder.read.append(here)
             folders.clear()
             continue
-        folders[:] = sorted(name for name in folders if not is_hidden(name))
+        states = [(here / name).relative_to(path).as_posix() for name in folders if name.endswith(SUFFIX)]
+        folder.left_out.extend(f"{name} (hidden states)" for name in states)
+        folders[:] = sorted(name for name in folders if not is_hidden(name) and not name.endswith(SUFFIX))
         for name in filter(lambda name: not is_hidden(name), [*folders, *files]):
             file, shown = here / name, (here / name).relative_to(path).as_posix()
             if name in folders:

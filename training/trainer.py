@@ -25,7 +25,7 @@ from loading.checkpoint_files import CHECKPOINT_NAME, read_payload
 from pipeline_model import save_head
 from script_utils import room_for, run_record, write_json
 from training.conversations import ConversationData, PadCollator
-from training.feature_cache import FeatureCache, open_caches
+from training.feature_cache import FeatureCache, open_caches, take_written
 from training.flags import STOP_PATIENCE
 from training.forward import teacher_features
 from training.head_loss import DraftLoss
@@ -138,7 +138,10 @@ class Trainer:
                     lengths, more = example_lengths(rows), self.args.feature_cache_layers
                     caches[part] = FeatureCache(folder / part, self.target, anchors, rows, lengths, more)
             open_caches(list(caches.values()))
-        self.say(f"feature cache: {sum(cache.nbytes for cache in caches.values()) / 1e9:.1f} GB in {folder}")
+            with_rows = [(cache, getattr(self.data, part)) for part, cache in caches.items()]
+            taken = take_written(with_rows, self.args.data_path)
+        size = sum(cache.nbytes for cache in caches.values()) / 1e9
+        self.say(f"feature cache: {size:.1f} GB in {folder}" + (f"; {taken}" if taken else ""))
         return caches
 
     # The loop

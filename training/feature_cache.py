@@ -210,14 +210,17 @@ def open_caches(caches: Sequence[FeatureCache]) -> None:
 def take_written(caches: Sequence[tuple[FeatureCache, datasets.Dataset]], data_path: Sequence[str]) -> str:
     """Examples whose states the target left while it wrote the files of `data_path` go into the caches, opened before.
 
-    Returns a few words on each folder of such states; "" where no example is missing.
+    Returns a few words on each folder of such states; "" where there is none, or no example is missing.
     """
+    folders = written_files(data_path)
+    if not folders:
+        return ""
     wanted = [(cache, cache.find_wanted(rows)) for cache, rows in caches]
     if not any(found for _, found in wanted):
         return ""
     kept, target = caches[0][0].kept, caches[0][0].identity["target"]
     words = []
-    for folder, files in written_files(data_path).items():
+    for folder, files in folders.items():
         taken, problem = 0, None
         for file in map(WrittenFile, files):
             if (problem := file.problem(kept, target)) is not None:

@@ -24,6 +24,7 @@ SETTINGS = (
     "head",
     "head_sha256",
     "dtype",
+    "compile",
     "max_new_tokens",
     "seed",
     "torch",

@@ -107,7 +107,7 @@ class Moves(NamedTuple):
 class Batch:
     """Prompts, side by side, and what the target makes of them; `step` is one new token for each that has not ended.
 
-    layers: the b of the h_b, 1 .. L, that the newest slots leave in `states` [rows, slots, K, H].
+    layers: the b of the h_b that the newest slots leave in `states` [rows, slots, K, H].
     """
 
     def __init__(
@@ -135,14 +135,14 @@ class Batch:
             full = causal_mask(self.length, 0, self.device) & real[:, None] | own
             window = self.target.window and window_mask(self.length, 0, self.target.window, self.device)
             masks = Masks(full[:, None], None if window is None else (full & window)[:, None], real)
-        return self.target.logits(self._run(slots, self._ids, masks)[0])
+        return self.target.logits(self._run(slots, self._ids, masks))
 
     def step(self, tokens: Tensor) -> Tensor:
         """Run one new token of each row, [rows]: the logits of the next, [rows, V]."""
-        return self.target.logits(self.run(tokens)[0])
+        return self.target.logits(self.run(tokens))
 
-    def run(self, tokens: Tensor, anchors: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
-        """Run one new token of each row, [rows]: h_L [rows, H], and the anchors' hidden states [rows, m, H], if any."""
+    def run(self, tokens: Tensor) -> Tensor:
+        """Run one new token of each row, [rows]: h_L [rows, H]."""
         slots = slice(self.length, self.length + 1)
         self.length += 1
         full = window = None
@@ -151,7 +151,7 @@ class Batch:
             full, window = self._real[:, : slots.stop], self._real[:, oldest : slots.stop]
             if not self._flash:
                 full, window = full[:, None, None], window[:, None, None]
-        return self._run(slots, tokens[:, None], Masks(full, window), anchors)
+        return self._run(slots, tokens[:, None], Masks(full, window))
 
     def drop(self, ended: Collection[int]) -> Moves:
         """Take rows out of the batch: returns where the others are now."""
@@ -167,18 +167,15 @@ class Batch:
         """Whether attention takes [rows, keys] masks of what is no padding."""
         return self.target.config._attn_implementation.startswith("flash")
 
-    def _run(
-        self, slots: slice, ids: Tensor, masks: Masks, anchors: Sequence[int] = ()
-    ) -> tuple[Tensor, Tensor | None]:
+    def _run(self, slots: slice, ids: Tensor, masks: Masks) -> Tensor:
         """`run`, of the last of some slots."""
         self._cache.enter(slots)
         layers, embedded = range(self.target.num_layers), self.target.embed(ids)
-        asked = {*anchors, *self._layers}
-        hidden, captured = self.target.run_layers(layers, embedded, slots, masks, asked, self._cache)
+        hidden, captured = self.target.run_layers(layers, embedded, slots, masks, self._layers, self._cache)
         if self._layers:
+            captured[0] = embedded
             self.states = torch.stack([captured[b] for b in self._layers], dim=2)
-        captured[0] = embedded
-        return hidden[:, -1], torch.stack([captured[b][:, -1] for b in anchors], dim=1) if anchors else None
+        return hidden[:, -1]
 
 
 @torch.inference_mode()

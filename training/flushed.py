@@ -95,7 +95,8 @@ def follow(
     count, num_stages, device = len(rejections.positions), len(stage_sizes), drafted.device
     begins, steps = rejections.positions + 1, range(1, num_stages)
     places = zip(rejections.sequences, begins, strict=True)
-    batch = Batch(target, [teacher["input_ids"][row, :stop].tolist() for row, stop in places], num_stages - 1)
+    prompts = [teacher["input_ids"][row, :stop].tolist() for row, stop in places]
+    batch = Batch(target, prompts, num_stages - 1, head.config.anchors)
     batch.prefill()
     known = teacher["features"]
     features = known.new_zeros(count, int(begins.max()) + num_stages - 1, *known.shape[2:])
@@ -105,8 +106,8 @@ def follow(
     rows, hidden = torch.arange(count, device=device), []
     first = torch.from_numpy(begins).to(device)
     for step in steps:
-        newest, features[rows, first + step - 1] = batch.run(drafted, head.config.anchors)
-        hidden.append(newest)
+        hidden.append(batch.run(drafted))
+        features[rows, first + step - 1] = batch.states[:, -1]
         if step == num_stages - 1:
             break
         drafts = rejections.branch_events([step], num_stages)

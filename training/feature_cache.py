@@ -27,7 +27,14 @@ from pipeline_model import Target
 from script_utils import write_json
 from training.forward import teacher_features
 from training.loss import teacher_argmax
-from training.written_features import WrittenFile, WrittenText, written_files
+from training.written_features import (
+    WrittenFile,
+    WrittenText,
+    bfloat16_bits,
+    check_layers,
+    stored_layers,
+    written_files,
+)
 
 FORMAT = 1  # raise when the files would hold something else
 
@@ -69,14 +76,10 @@ class FeatureCache:
         lengths: np.ndarray,
         more_anchors: Sequence[int] = (),
     ):
-        for layer in more_anchors:
-            if not 0 <= layer <= target.num_layers:
-                raise ValueError(
-                    f"--feature_cache_layers has a {layer}: the target's layers are 1 to {target.num_layers}"
-                )
+        check_layers("--feature_cache_layers", more_anchors, target.num_layers)
         self.target, self.anchors = target, tuple(anchors)
         self.offsets = np.concatenate([[0], np.cumsum(lengths)])
-        needed = {*self.anchors, *more_anchors, target.num_layers} - {0}
+        needed = stored_layers([*self.anchors, *more_anchors], target.num_layers)
         self.folder = folder
         self.identity = {"format": FORMAT, "data": _data_hash(rows), "target": target_hash(target)}
         self.kept = self._find_kept(needed)  # the b of the h_b that are stored
@@ -89,14 +92,14 @@ class FeatureCache:
         }
         self.nbytes = sum(map(self._file_size, self._maps))  # on disk
 
-    def _find_kept(self, needed: set[int]) -> list[int]:
+    def _find_kept(self, needed: list[int]) -> list[int]:
         """The hidden states that the folder stores; a new one stores those that are needed."""
         folder, identity = self.folder, self.identity
         path = folder / "cache.json"
         if path.exists():
             found = json.loads(path.read_text(encoding="utf-8"))
             differing = [name for name in identity if found.get(name) != identity[name]]
-            if not differing and not needed <= set(found["hidden_states"]):
+            if not differing and not set(needed) <= set(found["hidden_states"]):
                 differing = ["hidden_states"]
             if differing:
                 raise ValueError(
@@ -104,7 +107,7 @@ class FeatureCache:
                     "delete it, or name another folder"
                 )
             return found["hidden_states"]
-        return sorted(needed)
+        return needed
 
     def _file_size(self, name: str) -> int:
         kind, shape = self._maps[name]
@@ -179,7 +182,7 @@ class FeatureCache:
 
     def _add(self, rows: np.ndarray, input_ids: Tensor, attention_mask: Tensor) -> None:
         states, hidden = teacher_features(self.target, input_ids, attention_mask, self.kept)
-        bits = states.to(torch.bfloat16).cpu().view(torch.int16).numpy().view(np.uint16)
+        bits = bfloat16_bits(states)
         for place, row in enumerate(rows):
             if not self.ready[row]:
                 tokens = self._tokens(row)

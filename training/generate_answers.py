@@ -19,6 +19,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
@@ -267,10 +268,10 @@ class Writer:
             self._hash = target_hash(target)
             self.folder.mkdir(exist_ok=True)
 
-    def answers(self, prompts: list[list[int]], number: int) -> list[tuple[str, str]]:
+    def answers(self, prompts: list[list[int]], number: int) -> Iterator[tuple[str, str]]:
         """(text, finish) of each prompt; at a temperature, an answer follows from the seed and its prompt.
 
-        number: of the batch, for the file of its hidden states, which is there when this returns.
+        number: of the batch, for the file of its hidden states, which is there before the first answer.
         """
         begun = time.perf_counter()
         settings = self.max_new_tokens, self.end, self.sampling, self.seed, self.recording
@@ -279,12 +280,9 @@ class Writer:
             texts = list(self.recording.texts(written))
             write_texts(batch_file(self.folder, number), texts, self.recording.layers, self._hash)
         self.throughput.add(prompts, written, time.perf_counter() - begun)
-        answers = []
         for prompt, new in zip(prompts, written, strict=True):
             ended = new[-1] in self.end
-            text = continuation(self.tokenizer, prompt, new[:-1] if ended else new)
-            answers.append((text, "eos" if ended else "length"))
-        return answers
+            yield continuation(self.tokenizer, prompt, new[:-1] if ended else new), "eos" if ended else "length"
 
 
 def main(args: argparse.Namespace) -> None:

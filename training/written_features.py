@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +20,23 @@ from script_utils import atomic_open
 FORMAT = 1  # raise when the files would hold something else
 SUFFIX = ".features"  # of the folder, in the place of the answers' .jsonl
 UNREADABLE = OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile  # what numpy makes of damaged files
+
+
+def check_layers(flag: str, layers: Iterable[int], num_layers: int) -> None:
+    """ValueError for a layer that the target does not have."""
+    for layer in layers:
+        if not 0 <= layer <= num_layers:
+            raise ValueError(f"{flag} has a {layer}: the target's layers are 1 to {num_layers}")
+
+
+def stored_layers(layers: Iterable[int], num_layers: int) -> list[int]:
+    """The b of the h_b to keep on disk: these and L, but for 0, the embedding, which is looked up again."""
+    return sorted({*layers, num_layers} - {0})
+
+
+def bfloat16_bits(states: Tensor) -> np.ndarray:
+    """Hidden states as they lie on disk, uint16: numpy has no bfloat16."""
+    return states.to(torch.bfloat16).cpu().view(torch.int16).numpy().view(np.uint16)
 
 
 class WrittenText(NamedTuple):
@@ -38,9 +55,8 @@ class Recording:
     """
 
     def __init__(self, layers: Sequence[int], num_layers: int):
-        if wrong := [layer for layer in layers if not 0 <= layer <= num_layers]:
-            raise ValueError(f"--feature_layers has a {wrong[0]}: the target's layers are 1 to {num_layers}")
-        self.layers = tuple(sorted({*layers, num_layers} - {0}))  # h_0 is the embedding, which is looked up again
+        check_layers("--feature_layers", layers, num_layers)
+        self.layers = tuple(stored_layers(layers, num_layers))
         self._prompts: Sequence[Sequence[int]] = ()
 
     def begin(self, prompts: Sequence[Sequence[int]], slots: int, hidden_size: int) -> None:
@@ -58,7 +74,7 @@ class Recording:
     def texts(self, written: Sequence[Sequence[int]]) -> Iterator[WrittenText]:
         """Each prompt with its answer, whose tokens are `written`."""
         longest = max(map(len, self._prompts))
-        bits, best = self._states.view(torch.int16).numpy().view(np.uint16), self._best.numpy()
+        bits, best = bfloat16_bits(self._states), self._best.numpy()
         for row, (prompt, new) in enumerate(zip(self._prompts, written, strict=True)):
             ids = np.array([*prompt, *new[:-1]], dtype=np.int32)
             begin = longest - len(prompt)
@@ -108,9 +124,8 @@ class WrittenFile:
         return f"has no layer {', '.join(map(str, lacking))}" if lacking else None
 
     def texts(self) -> Iterator[WrittenText]:
-        ids, states, best = (self._array(name) for name in ("ids", "states", "best"))
-        stops = np.cumsum(self._array("lengths"))
-        for stop, length, prompt in zip(stops, self._array("lengths"), self._array("prompts"), strict=True):
+        ids, states, best, lengths, prompts = map(self._array, ("ids", "states", "best", "lengths", "prompts"))
+        for stop, length, prompt in zip(np.cumsum(lengths), lengths, prompts, strict=True):
             part = slice(stop - length, stop)
             yield WrittenText(ids[part], int(prompt), states[part], best[part])
 

@@ -1,6 +1,6 @@
 """A step of Muon on a CPU for the matrices of a head, by processes that train together.
 
-    alone     optimizers.Float32Muon, every process does all products
+    alone     optimizers.CpuMuon, every process does all products
     shared    the same as train.py runs it: each process does its share and sends it to the others
     library   torch.optim.Muon, whose products are in bfloat16, every process does all; with --library
 
@@ -33,7 +33,7 @@ from pipeline_model import Target
 from planning.untrained_head import untrained_config
 from script_utils import Parser, markdown_table, run_script
 from training.new_head import new_head
-from training.optimizers import Float32Muon, build_optimizers
+from training.optimizers import CpuMuon, build_optimizers
 
 Shapes = list[tuple[int, int]]
 
@@ -61,7 +61,7 @@ def time_steps(rank: int, port: int, args: argparse.Namespace, shapes: Shapes, r
     dist.init_process_group("gloo", store=store, rank=rank, world_size=args.processes)
     weights = [nn.Parameter(torch.randn(shape)) for shape in shapes]
     settings = {"lr": 1e-3, "adjust_lr_fn": "match_rms_adamw"}
-    ours = Float32Muon(weights, **settings)
+    ours = CpuMuon(weights, **settings)
 
     def unshared() -> AbstractContextManager:
         return patch.object(dist, "is_initialized", return_value=False)

@@ -70,6 +70,23 @@ def test_loss_and_gradients_are_those_of_plain_loops(kind, temperature, draft_id
             torch.testing.assert_close(mine, plain, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("chunk", [1, 2, 3, ROWS])
+def test_mixed_precision_adds_every_row_to_the_lm_heads_gradient(chunk, monkeypatch):
+    """Chunks wait for each other before they are added: the last ones, too few for a product, may not be forgotten."""
+    monkeypatch.setattr("training.loss.LOSS_CHUNK", chunk)
+    monkeypatch.setattr("training.loss.GRADIENT_CHUNK", 4)
+    head, target, draft, hidden = problem(None)
+    total, _ = plain_loss(head, target, draft, hidden, LossTerms())
+    theirs = torch.autograd.grad(total, [draft, head.lm_head.weight])
+    head.lm_head.float(), target.lm_head.float()
+    draft = draft.detach().float().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = distillation_loss(head, target, draft, hidden.float(), None)
+    ours = torch.autograd.grad(loss.total, [draft, head.lm_head.weight])
+    for mine, plain in zip(ours, theirs, strict=True):
+        assert (mine - plain).norm() < 0.02 * plain.norm()
+
+
 @pytest.mark.parametrize("kind", LOSS_KINDS)
 def test_gradient_by_finite_differences(kind):
     """Not of `lk` by itself: its share of KL moves with the draft, and no gradient may go through that."""

@@ -25,13 +25,13 @@ from loading.checkpoint_files import CHECKPOINT_NAME
 from pipeline_model import Target, load_head, read_checkpoint
 from script_utils import run_script
 from tests.tiny import FAMILIES, VOCAB, spd_decoder, tiny_head, tiny_model, tiny_target
-from training import head_loss
+from training import head_loss, optimizers
 from training import launch as training_launch
 from training.conversations import PadCollator, load_conversations
 from training.forward import teacher_features
 from training.head_loss import HeadLoss
 from training.new_head import new_head
-from training.optimizers import Float32Muon, build_optimizers, lr_factor, orthogonalise, orthogonalise_all
+from training.optimizers import CpuMuon, build_optimizers, lr_factor, orthogonalise, orthogonalise_all
 from training.run_state import (
     STATE_NAME,
     DataOrder,
@@ -585,14 +585,16 @@ def test_types_without_rows_stay_where_they_are(work, tmp_path, monkeypatch, opt
         assert types == [kind < fill or kind == 4 for kind in range(5)]
 
 
+@pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("shape", [(24, 8), (8, 24), (16, 16)])
-def test_float32_muon_is_muon(shape):
-    """Guards the CPU's Muon: over several steps it moves a matrix like the library's, but for bfloat16."""
+def test_cpu_muon_is_muon(shape, native, monkeypatch):
+    """Guards the CPU's Muon, with bfloat16 kernels and without: several steps move a matrix as the library's do."""
+    monkeypatch.setattr(optimizers, "native_bfloat16", lambda device: native)
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(shape, generator=generator)
     settings = {"lr": 0.02, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
     gradients, ends = [torch.randn(shape, generator=generator) for _ in range(4)], []
-    for optimizer_class in (torch.optim.Muon, Float32Muon):
+    for optimizer_class in (torch.optim.Muon, CpuMuon):
         weight = torch.nn.Parameter(start.clone())
         optimizer = optimizer_class([weight], **settings)
         for gradient in gradients:

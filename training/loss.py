@@ -11,9 +11,8 @@ from torch.nn.functional import linear
 
 from pipeline_model import DraftHead, Target
 
-LOSS_CHUNK = (
-    256  # supervised positions whose logits exist at the same time: each chunk adds to lm_head's whole gradient
-)
+LOSS_CHUNK = 256  # supervised positions whose logits exist at the same time
+GRADIENT_CHUNK = 4 * LOSS_CHUNK  # positions whose products add to lm_head's whole gradient at the same time
 
 
 class TrainingLoss(NamedTuple):
@@ -64,6 +63,8 @@ class _Distillation(torch.autograd.Function):
                 total += (loss * weight).sum()
                 counted += weight.sum()
                 agreed += right.sum()
+            if learning:
+                grads.finish()
         if learning:
             ctx.save_for_backward(grads.draft, grads.weight)
             ctx.dtype = draft.dtype
@@ -89,6 +90,7 @@ class _LossGradients:
         """draft_head: None where it does not learn."""
         self.draft = torch.zeros_like(draft, dtype=torch.float32 if draft.dtype == torch.float16 else draft.dtype)
         self.weight = None if draft_head is None else torch.zeros_like(draft_head)
+        self._waiting: list[tuple[Tensor, Tensor]] = []  # gradients and hidden states of chunks, not yet in `weight`
 
     def add(self, part: slice, grad: Tensor, hidden: Tensor, weight: Tensor) -> None:
         """Those of some positions: grad [p, V_d] of the logits, which are hidden [p, H] times weight [V_d, H]."""
@@ -97,10 +99,21 @@ class _LossGradients:
         self.draft[part] = self._unscaled(grad @ weight, scale).to(self.draft.dtype)
         if self.weight is None:
             return
-        if scale is None and self.weight.dtype == hidden.dtype:  # in one kernel, without a product as large as itself
+        if scale is not None:
+            self.weight += self._unscaled(grad.T @ hidden, scale)
+        elif self.weight.dtype == hidden.dtype:  # in one kernel, without a product as large as itself
             self.weight.addmm_(grad.T, hidden)
         else:
-            self.weight += self._unscaled(grad.T @ hidden, scale)
+            self._waiting.append((grad, hidden))
+            if sum(len(rows) for _, rows in self._waiting) >= GRADIENT_CHUNK:
+                self.finish()
+
+    def finish(self) -> None:
+        """Adds what waits. A product as large as lm_head for each chunk, and its sum, would cost more than its rows."""
+        if self._waiting:
+            grad, hidden = map(torch.cat, zip(*self._waiting, strict=True))
+            self._waiting.clear()
+            self.weight += grad.T @ hidden
 
     @staticmethod
     def _unscaled(product: Tensor, scale: Tensor | None) -> Tensor:

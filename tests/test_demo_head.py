@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+import train
 from checkpoints import make_prompts, train_demo_head
 from training.sources import Counters, find_sources, read_conversations
 
@@ -63,9 +64,36 @@ def test_every_conversation_is_dealt_once(sharegpt, tmp_path, monkeypatch):
 
 def test_runs_name_text_that_is_made():
     """Guards the table of runs: each file that a run trains on is made by one step, and no file serves two runs."""
-    made = [*train_demo_head.CONVERSATIONS, *train_demo_head.ANSWERS, *train_demo_head.PROMPTED]
-    used = [name for run in train_demo_head.RUNS for name in run.data]
+    made = [*train_demo_head.CONVERSATIONS, *train_demo_head.EXCHANGES, *train_demo_head.ANSWERS]
+    made += [*train_demo_head.LATER_TURNS, *train_demo_head.PROMPTED]
+    made += [f"{name}_sampled" for name in train_demo_head.SAMPLED]
+    used = [name for run in train_demo_head.RUNS for name in set(run.data)]
     assert sorted(used) == sorted(made)
+
+
+def test_train_takes_the_flags_of_every_run(tmp_path):
+    """Guards the table of runs: flags that train.py has and that do not contradict each other."""
+    args = train_demo_head.build_parser().parse_args(["--work_dir", str(tmp_path)])
+    for number, run in enumerate(train_demo_head.RUNS):
+        flags = train_demo_head.training_flags(args, run, tmp_path / "out", tmp_path / "head" if number else None)
+        parsed = train.build_parser().parse_args(train_demo_head.command_of(flags))
+        train.check_head_flags(parsed)
+        assert parsed.data_path == [str(tmp_path / f"{name}.jsonl") for name in run.data]
+
+
+def test_exchanges_and_later_turns_by_hand():
+    """Guards what run 8 reads of ShareGPT: short questions with long answers, in English, and later user messages."""
+
+    def conversation(*texts):
+        return [{"from": ("human", "gpt")[place % 2], "value": text} for place, text in enumerate(texts)]
+
+    long, late = "answer " * 101, "a later question of fitting length"
+    english = conversation("first", long, late, "too short an answer", "q" * 450, long, "third", long)
+    chinese = conversation("问题" * 10, "答" * 800)
+    found = list(train_demo_head.exchanges([english, chinese]))
+    assert [[turn["value"] for turn in pair] for pair in found] == [["first", long], ["third", long]]
+    again = conversation("x", "y", late, "y", "short", "y")
+    assert train_demo_head.later_turns([english, again]) == [[{"from": "human", "value": late}]]
 
 
 def test_exercises_are_python_with_right_examples():

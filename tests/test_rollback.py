@@ -99,7 +99,29 @@ class FreshPrefills:
         return self._known[key]
 
 
-def check_memories(steps, fresh):
+@lru_cache
+@torch.inference_mode()
+def rounding(family, count):
+    """By how much the library's own keys and values differ between one pass and token by token, at most.
+
+    A tiny model can be badly conditioned at some position: of one family, on a CPU with AMX, 3e-4.
+    """
+    model, (_, sequence) = tiny_model(family), target_and_sequence(family, count)
+    whole = model(torch.tensor([sequence]), use_cache=True).past_key_values
+    grown = None
+    for token in sequence:
+        grown = model(torch.tensor([[token]]), past_key_values=grown, use_cache=True).past_key_values
+    pairs = zip(whole.layers, grown.layers, strict=True)
+    layers = [(ours, theirs) for ours, theirs in pairs if torch.is_tensor(getattr(ours, "keys", None))]
+    kept = [layer.keys.shape[2] for pair in layers for layer in pair]  # a window's cache holds its last ones alone
+    return max(
+        float((getattr(ours, name)[:, :, -min(kept) :] - getattr(theirs, name)[:, :, -min(kept) :]).abs().max())
+        for ours, theirs in layers
+        for name in ("keys", "values")
+    )
+
+
+def check_memories(steps, fresh, tolerance):
     """Every stage's memory of the committed tokens against a fresh prefill of those that have passed it."""
     for stage, cache in enumerate(stage.cache for stage in steps.executor.stages):
         passed = steps.passed(stage)
@@ -111,7 +133,7 @@ def check_memories(steps, fresh):
                 ours, theirs = cache.linear_state(layer, newest.id), expected.linear_state(layer, 0)
             else:
                 ours, theirs = cache.kv(layer, slots), expected.kv(layer, torch.arange(passed))
-            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=1e-4)
 
 
 def check_masks(steps):
@@ -180,8 +202,10 @@ def test_memories_after_every_cycle(family, width, lag):
     count = 20
     decoder = mixed_decoder(family, width, lag, count)
     steps, fresh = Steps(decoder, count), FreshPrefills(target_and_sequence(family, count)[0])
+    tolerance = max(1e-4, 4 * rounding(family, count))
+    assert tolerance < 1e-2  # what is left or mixed up is off by tenths
     for _ in steps:
-        check_memories(steps, fresh)
+        check_memories(steps, fresh, tolerance)
         check_in_flight(steps)
         check_pools(steps)
         if width > 1:
